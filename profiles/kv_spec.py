@@ -1,0 +1,179 @@
+"""KV-cache arithmetic as properties of frozen specs. `kv-budget` prints these numbers; the runtime allocates by them."""
+
+import math
+from dataclasses import dataclass
+
+from llmq.profiles.architecture import AttentionLayer, ModelArchitecture
+from llmq.profiles.errors import InputError
+
+
+@dataclass(frozen=True)
+class KVDtype:
+    """How one K or V element is stored.
+
+    `scale_bytes` is what a dynamic scale costs, one per token, per KV head, for K and for V each; 0 where the format
+    has no scale (16 and 32 bit) or where the checkpoint's static scale is used.
+    """
+
+    name: str
+    bits: int
+    scale_bytes: int = 0
+
+
+KV_DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        KVDtype("fp32", 32),
+        KVDtype("bf16", 16),
+        KVDtype("fp16", 16),
+        KVDtype("int8", 8, scale_bytes=2),
+        KVDtype("fp8", 8, scale_bytes=2),
+        KVDtype("int4", 4, scale_bytes=2),
+    )
+}
+
+BLOCK_TOKENS = 16  # tokens in a block: at most 15 slots of waste a request
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The K and V of one attention layer on one rank."""
+
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: KVDtype
+    window: int | None = None  # tokens a query sees, itself included; None: all
+
+    @property
+    def payload_bytes_per_token(self) -> int:
+        return self.num_kv_heads * (self.head_dim_k + self.head_dim_v) * self.dtype.bits // 8
+
+    @property
+    def scale_bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.dtype.scale_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.payload_bytes_per_token + self.scale_bytes_per_token
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share one block table: the same spec, `block_tokens` tokens of each of them in one block."""
+
+    spec: KVCacheSpec
+    layers: tuple[int, ...]
+    block_tokens: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return len(self.layers) * self.spec.bytes_per_token
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.bytes_per_token
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds at once when it computes one token a step."""
+        if self.spec.window is not None and num_tokens > self.spec.window:
+            # A window that starts anywhere in a block touches one block more than its length fills.
+            return min(-(-num_tokens // self.block_tokens), -(-(self.spec.window - 1) // self.block_tokens) + 1)
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True)
+class KVCacheLayout:
+    """All groups of a model on one rank. Blocks of every group are equal in bytes, so that one pool serves them all."""
+
+    groups: tuple[KVCacheGroup, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {group.block_bytes for group in self.groups}
+        if len(sizes) != 1:
+            raise ValueError(f"blocks of all groups must be equal in bytes, got {sorted(sizes)}")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.groups[0].block_bytes
+
+    @property
+    def payload_bytes_per_token(self) -> int:
+        return sum(len(group.layers) * group.spec.payload_bytes_per_token for group in self.groups)
+
+    @property
+    def scale_bytes_per_token(self) -> int:
+        return sum(len(group.layers) * group.spec.scale_bytes_per_token for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds while it is inside every window."""
+        return self.payload_bytes_per_token + self.scale_bytes_per_token
+
+    def needed_bytes(self, num_tokens: int) -> int:
+        """What the mathematics needs for a sequence: each window layer holds at most its window, no block is rounded."""
+        return sum(
+            group.bytes_per_token * (min(num_tokens, group.spec.window) if group.spec.window else num_tokens)
+            for group in self.groups
+        )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that the allocator reserves for a sequence of `num_tokens`."""
+        return sum(group.blocks_for(num_tokens) for group in self.groups)
+
+    def reserved_bytes(self, num_tokens: int) -> int:
+        return self.blocks_for(num_tokens) * self.block_bytes
+
+    def num_blocks(self, capacity_bytes: int) -> int:
+        return capacity_bytes // self.block_bytes
+
+    def longest_sequence(self, num_blocks: int, limit: int) -> int:
+        """Most tokens, up to `limit`, that one sequence can hold in `num_blocks` blocks."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= num_blocks else (low, middle - 1)
+        return low
+
+    @classmethod
+    def of(
+        cls,
+        architecture: ModelArchitecture,
+        kv_dtype: str,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        tensor_parallel: int = 1,
+        static_scales: bool = False,
+    ) -> "KVCacheLayout":
+        """Group the layers of `architecture` by spec and give each group as many tokens a block as makes blocks equal.
+
+        The smallest group holds `block_tokens` tokens or the fewest more that make all sizes whole. A rank holds
+        num_kv_heads / tensor_parallel heads, at least one (replicated).
+        """
+        dtype = KV_DTYPES[kv_dtype]
+        if static_scales:
+            dtype = KVDtype(dtype.name, dtype.bits)
+        layers_by_spec: dict[KVCacheSpec, list[int]] = {}
+        for index, layer in enumerate(architecture.attention):
+            layers_by_spec.setdefault(_rank_spec(layer, dtype, tensor_parallel), []).append(index)
+        per_token = {spec: len(layers) * spec.bytes_per_token for spec, layers in layers_by_spec.items()}
+        common = math.lcm(*per_token.values())
+        # The group with the most bytes a token gets the fewest tokens in a block: at least `block_tokens`.
+        fewest = common // max(per_token.values())
+        block_bytes = common * -(-block_tokens // fewest)
+        return cls(
+            tuple(
+                KVCacheGroup(spec, tuple(layers), block_bytes // per_token[spec])
+                for spec, layers in layers_by_spec.items()
+            )
+        )
+
+
+def _rank_spec(layer: AttentionLayer, dtype: KVDtype, tensor_parallel: int) -> KVCacheSpec:
+    heads, tp = layer.num_kv_heads, tensor_parallel
+    if heads % tp and tp % heads:
+        raise InputError(
+            f"--tp {tp} neither divides the {heads} KV heads nor is a multiple of them; "
+            f"valid: {', '.join(str(n) for n in range(1, 2 * heads + 1) if not (heads % n and n % heads))}, …"
+        )
+    return KVCacheSpec(max(1, heads // tp), layer.head_dim_k, layer.head_dim_v, dtype, layer.window)

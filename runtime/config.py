@@ -1,0 +1,24 @@
+"""EngineConfig: read once at the edge, frozen, sent whole to the engine's process."""
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is started with. `model` is a resolved local folder. None means: decided at start, and said."""
+
+    model: str
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the checkpoint's own
+    kv_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the dtype of the activations
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_tokens: int = 16
+    max_model_len: int | None = None  # None: the model's own context, or what the KV-cache holds if that is less
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    kv_cache_memory_bytes: int | None = None
+    memory_utilization: float = 0.9  # of the device, when kv_cache_memory_bytes is None and the device is a GPU
+    enable_prefix_caching: bool = True
+    threads: int | None = None
+    seed: int = 0  # of requests that bring none
+    check_integrity: bool = False  # verify the block pool's invariants after every step
