@@ -1,0 +1,155 @@
+"""A linear's weight in fewer bits: one class for every layout on disk, kept packed in memory.
+
+The meaning is always affine, per group of input columns:
+
+    weight[o, i] = (q[o, i] - zero_point[o, g(i)]) * scale[o, g(i)]
+
+with q signed: [-8, 7] for 4 bits, [-128, 127] for 8, an e4m3 number for FP8. `g(i) = i // group_size`; one group a row
+is per-channel, one scale for the whole tensor is per-tensor.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+class FormatError(Exception):
+    """A checkpoint's layout that this package does not read, or that contradicts itself: says which, and where."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """How a linear's input is rounded before the product: per token at run time, or with one stored `input_scale`."""
+
+    kind: Literal["int", "float"]
+    bits: int = 8
+    dynamic: bool = True  # one scale a token, computed from it; False: one scale for all, calibrated
+
+    @property
+    def name(self) -> str:
+        number = "int8" if self.kind == "int" else "fp8"
+        return f"{number} {'dynamic per token' if self.dynamic else 'static per tensor'}"
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """What a quantized linear is made of. `layout` is the compressed-tensors name of its storage."""
+
+    kind: Literal["int", "float"]
+    bits: int
+    strategy: Literal["tensor", "channel", "group"]
+    group_size: int | None = None  # with strategy "group" only
+    symmetric: bool = True
+    activation: ActivationScheme | None = None
+    layout: Literal["pack-quantized", "int-quantized", "float-quantized"] = "pack-quantized"
+    has_column_groups: bool = False  # activation order: a stored group index for each input column
+
+    @property
+    def name(self) -> str:
+        """Short and for people: `int4 g64 asymmetric`, `fp8 per channel, activations fp8 dynamic per token`."""
+        number = f"int{self.bits}" if self.kind == "int" else "fp8"
+        extent = f"g{self.group_size}" if self.strategy == "group" else f"per {self.strategy}"
+        sign = "" if self.kind == "float" else (" symmetric" if self.symmetric else " asymmetric")
+        activation = "" if self.activation is None else f", activations {self.activation.name}"
+        return f"{number} {extent}{sign}{activation}"
+
+    def num_groups(self, in_features: int) -> int:
+        """Scales in a row of the weight."""
+        return in_features // self.group_size if self.strategy == "group" else 1
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A quantized [out_features, in_features] weight.
+
+    values: int32 [out, ceil(in * bits / 32)], `32 // bits` numbers a word, lowest bits first, each stored as
+            q + 2**(bits-1) ("pack-quantized"); or int8 [out, in]; or float8_e4m3fn [out, in].
+    scale: [out, num_groups], [out, 1] per channel, [1, 1] per tensor; in the dtype of the checkpoint.
+    zero_point: int8, shaped like scale, in q's signed range; None when symmetric.
+    input_scale: float32 scalar, of a static activation scheme; None otherwise.
+    column_group: int64 [in], the group of each column, of a checkpoint in activation order; None: i // group_size.
+    """
+
+    scheme: WeightScheme
+    shape: tuple[int, int]
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    input_scale: Tensor | None = None
+    column_group: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held in memory by all its tensors."""
+        tensors = (self.values, self.scale, self.zero_point, self.input_scale, self.column_group)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def integers(self) -> Tensor:
+        """q, unpacked: int8 [out, in] (FP8: the float8 values as they are)."""
+        if self.scheme.layout == "pack-quantized":
+            return unpack_int32(self.values, self.scheme.bits, self.in_features)
+        return self.values
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight as a dense [out, in] tensor, computed in float32 and rounded once to `dtype`."""
+        q = self.integers().to(torch.float32)
+        scale = self.scale.to(torch.float32)
+        if self.column_group is not None:
+            if self.zero_point is not None:
+                q -= self.zero_point[:, self.column_group].to(torch.float32)
+            return (q * scale[:, self.column_group]).to(dtype)
+        grouped = q.view(self.out_features, -1, self.scheme.group_size) if self.scheme.strategy == "group" else q
+        expand = (slice(None), slice(None), None) if self.scheme.strategy == "group" else ...
+        if self.zero_point is not None:
+            grouped -= self.zero_point.to(torch.float32)[expand]
+        grouped *= scale[expand]
+        return grouped.view(self.shape).to(dtype)
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        names = ("values", "scale", "zero_point", "input_scale", "column_group")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
+
+
+def pack_int32(q: Tensor, bits: int) -> Tensor:
+    """int8 [rows, n] in [-2**(bits-1), 2**(bits-1)) -> int32 [rows, ceil(n * bits / 32)].
+
+    Each number is stored as q + 2**(bits-1); the first is in the lowest bits of the first word; unused bits are zero.
+    """
+    per_word = _numbers_per_word(bits)
+    rows, n = q.shape
+    unsigned = q.to(torch.int32) + (1 << (bits - 1))
+    num_words = -(-n // per_word)
+    unsigned = torch.nn.functional.pad(unsigned, (0, num_words * per_word - n)).view(rows, num_words, per_word)
+    packed = torch.zeros(rows, num_words, dtype=torch.int32, device=q.device)
+    for position in range(per_word):
+        packed |= unsigned[:, :, position] << (bits * position)
+    return packed
+
+
+def unpack_int32(packed: Tensor, bits: int, n: int) -> Tensor:
+    """int32 [rows, words] -> int8 [rows, n]; the inverse of `pack_int32`."""
+    per_word = _numbers_per_word(bits)
+    q = torch.empty(*packed.shape, per_word, dtype=torch.int8, device=packed.device)
+    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
+    for position in range(per_word):
+        q[:, :, position] = ((packed >> (bits * position)) & mask) - offset
+    return q.view(packed.shape[0], -1)[:, :n]
+
+
+def _numbers_per_word(bits: int) -> int:
+    if bits not in (4, 8):
+        raise FormatError(f"{bits}-bit packed weights are not supported: 4 and 8 are")
+    return 32 // bits
