@@ -74,12 +74,15 @@ class KVCacheGroup:
     def block_bytes(self) -> int:
         return self.block_tokens * self.bytes_per_token
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` holds at once when it computes one token a step."""
-        if self.spec.window is not None and num_tokens > self.spec.window:
-            # A window that starts anywhere in a block touches one block more than its length fills.
-            return min(-(-num_tokens // self.block_tokens), -(-(self.spec.window - 1) // self.block_tokens) + 1)
-        return -(-num_tokens // self.block_tokens)
+    def blocks_for(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """Most blocks that a sequence of `num_tokens` holds at once when a step computes up to `step_tokens` of it."""
+        blocks = -(-num_tokens // self.block_tokens)
+        if self.spec.window is None:
+            return blocks
+        # A step reads window - 1 tokens before its own; such a span, starting anywhere, touches one block more than
+        # its length fills.
+        span = self.spec.window - 1 + step_tokens
+        return min(blocks, -(-(span - 1) // self.block_tokens) + 1)
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,22 @@ class KVCacheLayout:
             for group in self.groups
         )
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that the allocator reserves for a sequence of `num_tokens`."""
-        return sum(group.blocks_for(num_tokens) for group in self.groups)
+    def blocks_for(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """Blocks that the allocator reserves for a sequence of `num_tokens`, computed up to `step_tokens` at a time."""
+        return sum(group.blocks_for(num_tokens, step_tokens) for group in self.groups)
 
-    def reserved_bytes(self, num_tokens: int) -> int:
-        return self.blocks_for(num_tokens) * self.block_bytes
+    def reserved_bytes(self, num_tokens: int, step_tokens: int = 1) -> int:
+        return self.blocks_for(num_tokens, step_tokens) * self.block_bytes
 
     def num_blocks(self, capacity_bytes: int) -> int:
         return capacity_bytes // self.block_bytes
 
-    def longest_sequence(self, num_blocks: int, limit: int) -> int:
+    def longest_sequence(self, num_blocks: int, limit: int, step_tokens: int = 1) -> int:
         """Most tokens, up to `limit`, that one sequence can hold in `num_blocks` blocks."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_for(middle) <= num_blocks else (low, middle - 1)
+            low, high = (middle, high) if self.blocks_for(middle, step_tokens) <= num_blocks else (low, middle - 1)
         return low
 
     @classmethod
