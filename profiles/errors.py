@@ -1,4 +1,4 @@
-"""Errors that are answers: `llmq.cli.main` prints the message of any exception that has an `exit_code`, and exits with it."""
+"""Errors that are answers: `llmq.cli.main` prints the message of one with an `exit_code`, and exits with it."""
 
 
 class InputError(Exception):

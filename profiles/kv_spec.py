@@ -1,4 +1,4 @@
-"""KV-cache arithmetic as properties of frozen specs. `kv-budget` prints these numbers; the runtime allocates by them."""
+"""KV-cache arithmetic as properties of frozen specs: `kv-budget` prints it, the runtime allocates by it."""
 
 import math
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class KVCacheLayout:
         return self.payload_bytes_per_token + self.scale_bytes_per_token
 
     def needed_bytes(self, num_tokens: int) -> int:
-        """What the mathematics needs for a sequence: each window layer holds at most its window, no block is rounded."""
+        """What the mathematics needs for a sequence: a window layer holds at most its window, no block is rounded."""
         return sum(
             group.bytes_per_token * (min(num_tokens, group.spec.window) if group.spec.window else num_tokens)
             for group in self.groups

@@ -1,0 +1,136 @@
+"""Find a model by any of its names, and read what its files say about themselves."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.errors import InputError
+from llmq.profiles.model_name import ModelName, parse_model_name
+from llmq.profiles.progress import Progress, silent
+from llmq.profiles.safetensors_file import REMOTE_HEADERS, TensorInfo, parse_header, read_header
+
+
+def find_model(name: str, *, config_only: bool = False, progress: Progress | None = None) -> Path:
+    """The local folder of a model: a folder, a .gguf file, an alias (`smollm2-135m`) or a hub id (`org/name`).
+
+    The folder holds config.json, safetensors and the tokenizer's files. `config_only`: config.json is enough (and
+    `name` may be such a file itself); weights are not downloaded or converted for it. Raises InputError that names
+    what is missing, and the nearest folder for a mistyped path, which is never looked up on the hub.
+    """
+    progress = progress or silent
+    parsed = parse_model_name(name)
+    if parsed.kind == "folder":
+        return _checked_folder(parsed.path, config_only)
+    if parsed.kind == "config":
+        if not config_only:
+            raise InputError(f"{name} is a config alone; this needs the weights: give the folder that holds both")
+        return parsed.path
+    if parsed.kind == "gguf":
+        from llmq.profiles import gguf_convert
+
+        return gguf_convert.config_only(parsed.path) if config_only else gguf_convert.converted(parsed.path, progress)
+    return _remote(parsed, config_only, progress)
+
+
+def _remote(parsed: ModelName, config_only: bool, progress: Progress) -> Path:
+    if parsed.kind == "alias":
+        from llmq.profiles.package_models import package_model
+
+        return package_model(parsed.name, config_only, progress)
+    from llmq.profiles import hub
+
+    if config_only:
+        return hub.download_config(parsed.name)
+    return _checked_folder(hub.download(parsed.name, progress), config_only)
+
+
+def _checked_folder(path: Path, config_only: bool) -> Path:
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} holds no config.json, so it is no model folder")
+    if not config_only and not any(path.glob("*.safetensors")):
+        others = sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for file in path.glob(pattern))
+        raise InputError(
+            f"{path} holds no .safetensors weights"
+            + (f" (it holds {', '.join(others[:3])}, which llmq does not read from a folder)" if others else "")
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder as its config and its safetensors headers describe it. No weight was read."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    quantization: dict[str, Any] | None  # config.json's quantization_config, or GPTQ's quantize_config.json
+
+    @cached_property
+    def architecture(self) -> ModelArchitecture:
+        return ModelArchitecture.from_config(self.config)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all tensors; the files are a header each larger."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a folder, or that file itself."""
+    return _read_json(path / "config.json" if path.is_dir() else path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read config and headers of the folder `path`. Raises InputError for a missing, foreign or truncated file."""
+    path = Path(path)
+    config = read_config(path)
+    return Checkpoint(path, config, _read_tensors(path), _quantization(path, config))
+
+
+def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+    index = path / "model.safetensors.index.json"
+    remote = path / REMOTE_HEADERS
+    if remote.is_file():
+        headers = _read_json(remote)
+        return {name: info for file, header in headers.items() for name, info in parse_header(header, file).items()}
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise InputError(f"{path} holds no .safetensors weights")
+        return {name: info for file in files for name, info in read_header(file).items()}
+    weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+    files = [path / name for name in sorted(set(weight_map.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise InputError(
+            f"{path}: {len(missing)} of {len(files)} weight files are missing: {', '.join(missing[:3])}"
+            + (", …" if len(missing) > 3 else "")
+        )
+    tensors = {name: info for file in files for name, info in read_header(file).items()}
+    if absent := [name for name, file in weight_map.items() if name not in tensors or tensors[name].file != file]:
+        raise InputError(f"{index}: {absent[0]} is not in {weight_map[absent[0]]} ({len(absent)} such tensors)")
+    return tensors
+
+
+def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    nested = config.get("text_config") or {}
+    found = config.get("quantization_config") or nested.get("quantization_config")
+    gptq = path / "quantize_config.json"
+    if gptq.is_file():
+        # AutoGPTQ's own file is the one it loads by: where the two differ (group_size -1 against 128), it is right.
+        return {**(found or {}), "quant_method": "gptq", **_read_json(gptq)}
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no file {path}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: a JSON object is expected")
+    return content
