@@ -1,0 +1,201 @@
+"""InputProcessor: what a caller wrote, checked against the model's limits, as ids and SamplingParams.
+
+Every refusal happens here, before the engine hears of the request, and names the field, the value and the range.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from llmq.runtime.frontend.chat_template import Message
+from llmq.runtime.frontend.errors import InvalidRequestError
+from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.request import EngineInfo
+from llmq.runtime.sampling_params import SamplingParams
+
+ROLES = ("system", "user", "assistant")
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_SEQUENCES = 1024  # prompts × n of one call
+MAX_STOP_STRINGS = 16
+DEFAULT_COMPLETION_TOKENS = 16
+
+Prompt = str | Sequence[int]
+
+# field: (lowest, highest, whether the lowest is itself allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0, 10, False),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "n": (1, MAX_N, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
+    "top_logprobs": (0, MAX_LOGPROBS, True),
+    "seed": (-(2**63), 2**63 - 1, True),
+}
+
+
+def check_range(field: str, value: float | None) -> None:
+    """Raises InvalidRequestError unless `value` is None or within the range of `field`."""
+    if value is None:
+        return
+    low, high, closed = _RANGES[field]
+    if not math.isfinite(value) or value > high or value < low or (value == low and not closed):
+        raise InvalidRequestError(
+            f"{field} must be {'at least' if closed else 'more than'} {low} and at most {high}, got {value}",
+            param=field,
+        )
+
+
+class InputProcessor:
+    """Bound to one model's tokenizer and one engine's limits."""
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = info.max_model_len
+        self.vocab_size = info.vocab_size
+        # The engine stops at the ids that it read itself; what only the tokenizer knows is sent along.
+        self._more_eos = tokenizer.eos_token_ids - set(info.eos_token_ids)
+
+    def completion_prompts(self, prompt: Any) -> list[list[int]]:
+        """`prompt` as the API takes it (text, ids, or a list of either) -> ids of each. Special tokens count."""
+        prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        if not isinstance(prompts, list) or not prompts:
+            raise InvalidRequestError(
+                "prompt must be a text, a list of token ids, or a list of these, not empty", param="prompt"
+            )
+        if len(prompts) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"prompt may hold at most {MAX_SEQUENCES} prompts, got {len(prompts)}", param="prompt"
+            )
+        return [self._prompt_ids(one, "prompt") for one in prompts]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Messages through the chat template -> ids. Roles are the known ones: a role is template text, not content."""
+        if not messages:
+            raise InvalidRequestError("messages must hold at least one message", param="messages")
+        for index, message in enumerate(messages):
+            if message["role"] not in ROLES:
+                raise InvalidRequestError(
+                    f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message['role']!r}",
+                    param="messages",
+                )
+        self._check_length(sum(len(str(message["content"]).encode()) for message in messages), "messages")
+        ids = self.tokenizer.encode_chat(list(messages))
+        if not ids:
+            raise InvalidRequestError("messages: the chat template makes no token of them", param="messages")
+        return ids
+
+    def sampling_params(
+        self,
+        num_prompt_tokens: int,
+        *,
+        max_tokens: int | None = None,
+        default_max_tokens: int | None = None,
+        param: str = "max_tokens",
+        prompt_param: str = "prompt",
+        **fields: Any,
+    ) -> SamplingParams:
+        """Check every sampling field (None: not given) and that prompt and output fit the context together.
+
+        A `max_tokens` that was asked for must fit; a default (`default_max_tokens`, or all that is left) is cut to
+        what does. 0 is allowed with `prompt_logprobs`. `param` and `prompt_param` are what the caller's API calls the
+        two. Raises InvalidRequestError.
+        """
+        fields = {name: value for name, value in fields.items() if value is not None}
+        for name in fields.keys() & _RANGES.keys():
+            check_range(name, fields[name])
+        lowest = 1 if fields.get("prompt_logprobs") is None else 0
+        if max_tokens is not None and max_tokens < lowest:
+            raise InvalidRequestError(f"{param} must be at least {lowest}, got {max_tokens}", param=param)
+        max_tokens = self._output_tokens(num_prompt_tokens, max_tokens, default_max_tokens, (param, prompt_param))
+        self._check_tokens(fields, max_tokens)
+        ignore_eos = fields.get("ignore_eos", False)
+        stop_token_ids = frozenset(fields.pop("stop_token_ids", ())) | (frozenset() if ignore_eos else self._more_eos)
+        if fields.get("top_k") == -1:
+            fields["top_k"] = 0
+        if fields.get("top_p") == 0:  # a nucleus of no mass still holds the most likely token
+            fields |= {"top_p": 1.0, "top_k": 1}
+        return SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **fields)
+
+    def stop_strings(self, stop: str | Sequence[str] | None) -> list[str]:
+        """`stop` as the API takes it -> a list."""
+        strings = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+        if len(strings) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop"
+            )
+        if "" in strings:
+            raise InvalidRequestError("stop must not hold an empty string", param="stop")
+        return strings
+
+    def _prompt_ids(self, prompt: Prompt, param: str) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_length(len(prompt.encode()), param)
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+            self._check_ids(ids, param)
+        if not ids:
+            raise InvalidRequestError(
+                f"{param} must hold at least one token; this model adds none of its own", param=param
+            )
+        return ids
+
+    def _check_length(self, num_bytes: int, param: str) -> None:
+        """Refuse by size alone what cannot fit, so that a huge text costs no tokenizing."""
+        fewest = num_bytes // self.tokenizer.longest_token_bytes
+        if fewest > self.max_model_len:
+            raise InvalidRequestError(
+                f"{param}: this model's maximum context length is {self.max_model_len} tokens, "
+                f"and these {num_bytes} bytes of text are at least {fewest}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _output_tokens(self, num_prompt: int, asked: int | None, default: int | None, params: tuple[str, str]) -> int:
+        left = self.max_model_len - num_prompt
+        if asked is None:
+            asked = max(1, left if default is None else min(left, default))
+        if asked <= left:
+            return asked
+        raise InvalidRequestError(
+            f"this model's maximum context length is {self.max_model_len} tokens, but {num_prompt + asked} were "
+            f"requested: {num_prompt} in the prompt and {asked} for the output",
+            param=params[0] if left >= 1 else params[1],
+            code="context_length_exceeded",
+        )
+
+    def _check_tokens(self, fields: dict[str, Any], max_tokens: int) -> None:
+        top_k = fields.get("top_k", 0)
+        if top_k < -1:
+            raise InvalidRequestError(f"top_k must be at least 1, or 0 or -1 for off, got {top_k}", param="top_k")
+        min_tokens = fields.get("min_tokens", 0)
+        if not 0 <= min_tokens <= max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at least 0 and at most the output's {max_tokens} tokens, got {min_tokens}",
+                param="min_tokens",
+            )
+        self._check_ids(fields.get("stop_token_ids", ()), "stop_token_ids")
+        bias = fields.get("logit_bias", {})
+        self._check_ids(bias, "logit_bias")
+        for token_id, value in bias.items():
+            if not -100 <= value <= 100:
+                raise InvalidRequestError(
+                    f"logit_bias must be at least -100 and at most 100, got {value} for token {token_id}",
+                    param="logit_bias",
+                )
+
+    def _check_ids(self, ids: Sequence[int] | dict[int, float], param: str) -> None:
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"{param}: {token_id} is not a token id of this model, whose ids are 0 to {self.vocab_size - 1}",
+                    param=param,
+                )
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int) for item in prompt)
