@@ -71,3 +71,43 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
+
+
+class Request:
+    """The scheduler's own state of one EngineRequest. `token_ids` is the prompt and all committed output."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request_id = request.request_id
+        self.sampling_params = request.sampling_params
+        self.arrival_time_s = request.arrival_time_s
+        self.priority = request.priority
+        self.cache_salt = request.cache_salt
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of the first admission: what the user is told
+        self.num_preemptions = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs_pending = request.sampling_params.prompt_logprobs is not None
+        self.block_digests: list[list[bytes]] = []  # KVCacheManager's: per group, the chain over full blocks
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many leading tokens may come from the prefix cache: one is left to compute, and so is every position
+        whose prompt log probability was asked for (position p is predicted at p - 1)."""
+        limit = self.num_tokens - 1
+        if self.prompt_logprobs_pending:
+            limit = min(limit, self.sampling_params.prompt_logprobs_start - 1)
+        return limit
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return (self.priority, self.arrival_time_s)

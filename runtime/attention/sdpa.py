@@ -1,0 +1,107 @@
+"""Paged attention on torch's scaled_dot_product_attention: K and V of a batch are gathered from their blocks."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.kv_store import KVStore
+
+# Sequences of one call are padded to the longest of them; another call is cheaper than reading this much more.
+MAX_PADDING = 1.5
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Sequences with the same number of queries, computed together, keys padded to the longest."""
+
+    tokens: torch.Tensor  # [batch, num_queries]: rows of the step
+    table: torch.Tensor  # [batch, width]: blocks that hold the keys
+    num_keys: int  # of the longest, counted from the first block of `table`
+    mask: torch.Tensor | None  # [batch, num_queries, num_keys], True where seen; None: causal over all keys
+
+
+class SdpaAttention:
+    name = "sdpa"
+
+    def prepare(self, metadata: AttentionMetadata) -> list[_Call]:
+        return [_plan_call(metadata, sequences) for sequences in _batches(metadata)]
+
+    def __call__(
+        self, queries: torch.Tensor, layer: int, store: KVStore, prepared: list[_Call], scale: float
+    ) -> torch.Tensor:
+        k_blocks, v_blocks = store.layer(layer)
+        num_heads, num_kv_heads = queries.shape[1], k_blocks.shape[2]
+        group_size = num_heads // num_kv_heads
+        output = torch.empty(*queries.shape[:2], v_blocks.shape[3], dtype=queries.dtype, device=queries.device)
+        for call in prepared:
+            batch, num_queries = call.tokens.shape
+            # [batch, num_kv_heads, num_keys, head_dim]
+            keys, values = (
+                blocks[call.table].flatten(1, 2)[:, : call.num_keys].transpose(1, 2).to(queries.dtype)
+                for blocks in (k_blocks, v_blocks)
+            )
+            rows = queries[call.tokens]  # [batch, num_queries, num_heads, head_dim]
+            if num_queries == 1:
+                # The heads that share a KV head are its queries: K and V are read once for all of them.
+                rows = rows.reshape(batch, num_kv_heads, group_size, -1)
+                mask = None if call.mask is None else call.mask[:, None]
+                result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+                output[call.tokens] = result.reshape(batch, 1, num_heads, -1)
+            else:
+                if group_size > 1:
+                    keys, values = (part.repeat_interleave(group_size, dim=1) for part in (keys, values))
+                result = F.scaled_dot_product_attention(
+                    rows.transpose(1, 2),
+                    keys,
+                    values,
+                    attn_mask=None if call.mask is None else call.mask[:, None],
+                    is_causal=call.mask is None,
+                    scale=scale,
+                )
+                output[call.tokens] = result.transpose(1, 2)
+        return output
+
+
+def _batches(metadata: AttentionMetadata) -> list[list[int]]:
+    """Sequences to compute together: single queries by similar length, everything else alone."""
+    num_keys = [metadata.seq_lens[s] - metadata.first_key(s) for s in range(len(metadata.seq_lens))]
+    single = [s for s in range(len(num_keys)) if metadata.num_queries(s) == 1]
+    batches = [[s] for s in range(len(num_keys)) if metadata.num_queries(s) != 1]
+    current: list[int] = []
+    for sequence in sorted(single, key=num_keys.__getitem__):
+        if current and num_keys[sequence] > MAX_PADDING * num_keys[current[0]] + metadata.block_tokens:
+            batches.append(current)
+            current = []
+        current.append(sequence)
+    return [*batches, current] if current else batches
+
+
+def _plan_call(metadata: AttentionMetadata, sequences: list[int]) -> _Call:
+    device, size = metadata.block_table.device, metadata.block_tokens
+    num_queries = metadata.num_queries(sequences[0])
+    starts = torch.tensor([metadata.query_start_loc[s] for s in sequences], device=device)
+    seq_lens = torch.tensor([metadata.seq_lens[s] for s in sequences], device=device)
+    first_blocks = torch.tensor([metadata.first_key(s) // size for s in sequences], device=device)
+    # Keys are counted from the first block that a sequence sees.
+    lengths = seq_lens - first_blocks * size
+    num_keys = int(lengths.max())
+    columns = first_blocks[:, None] + torch.arange(-(-num_keys // size), device=device)
+    columns = columns.clamp(max=metadata.block_table.shape[1] - 1)  # padding: any block, masked below
+    key = torch.arange(num_keys, device=device)
+    query = lengths[:, None] - num_queries + torch.arange(num_queries, device=device)  # [batch, num_queries]
+    mask = None
+    if metadata.window is not None:
+        mask = (key <= query[..., None]) & (key > query[..., None] - metadata.window)
+    elif num_queries == 1:
+        if len(sequences) > 1:
+            mask = key <= query[..., None]
+    elif num_queries != num_keys:  # torch's is_causal aligns the first query with the first key
+        mask = key <= query[..., None]
+    return _Call(
+        tokens=starts[:, None] + torch.arange(num_queries, device=device),
+        table=metadata.block_table[torch.tensor(sequences, device=device)[:, None], columns],
+        num_keys=num_keys,
+        mask=mask,
+    )

@@ -1,0 +1,91 @@
+"""BatchInputs: a step as tensors, built from the runner's own state of each request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.kv_store import Slots
+from llmq.runtime.scheduler_output import NewRequest, ScheduledRequest
+
+
+class RunnerRequest:
+    """What the runner keeps of a request between steps."""
+
+    def __init__(self, new: NewRequest, num_groups: int) -> None:
+        self.request_id = new.request_id
+        self.token_ids = new.token_ids  # grows by what is sampled
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.params = new.sampling_params
+        self.score_prompt = new.score_prompt
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def extend_blocks(self, item: ScheduledRequest) -> None:
+        for blocks, new_ids, first in zip(self.block_ids, item.block_ids, item.first_block, strict=True):
+            blocks[first:] = new_ids
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    """All tokens of a step in one row: sequence i owns query_start_loc[i] : query_start_loc[i + 1]."""
+
+    token_ids: torch.Tensor  # [num_tokens], int64
+    positions: torch.Tensor  # [num_tokens], int64
+    query_start_loc: list[int]
+    attention: tuple[AttentionMetadata, ...]  # one per KV-cache group
+    group_of_layer: list[int]
+
+    @classmethod
+    def build(
+        cls,
+        items: Sequence[ScheduledRequest],
+        requests: Sequence[RunnerRequest],
+        layout: KVCacheLayout,
+        device: torch.device,
+    ) -> "BatchInputs":
+        counts = [item.num_scheduled_tokens for item in items]
+        query_start_loc = [0, *np.cumsum(counts).tolist()]
+        spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens) for item in items]
+        token_ids = np.concatenate(
+            [
+                np.asarray(r.token_ids[start:end], dtype=np.int64)
+                for r, (start, end) in zip(requests, spans, strict=True)
+            ]
+        )
+        positions = np.concatenate([np.arange(start, end, dtype=np.int64) for start, end in spans])
+        seq_lens = [end for _, end in spans]
+        owners = np.repeat(np.arange(len(items)), counts)
+        attention = []
+        for index, group in enumerate(layout.groups):
+            table = _block_table([request.block_ids[index] for request in requests])
+            blocks = table[owners, positions // group.block_tokens]
+            slot_mapping = blocks * group.block_tokens + positions % group.block_tokens
+            attention.append(
+                AttentionMetadata(
+                    query_start_loc=query_start_loc,
+                    seq_lens=seq_lens,
+                    block_table=torch.from_numpy(table).to(device),
+                    slots=Slots(torch.from_numpy(slot_mapping).to(device), group.block_tokens),
+                    block_tokens=group.block_tokens,
+                    window=group.spec.window,
+                )
+            )
+        group_of_layer = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        return cls(
+            token_ids=torch.from_numpy(token_ids).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            query_start_loc=query_start_loc,
+            attention=tuple(attention),
+            group_of_layer=[group_of_layer[layer] for layer in range(len(group_of_layer))],
+        )
+
+
+def _block_table(rows: list[list[int]]) -> np.ndarray:
+    """[num_seqs, longest], int64, padded with block 0."""
+    table = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return table

@@ -1,0 +1,199 @@
+"""Engine: requests in, tokens out, one step at a time."""
+
+import json
+import random
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+
+from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
+from llmq.profiles.errors import InputError
+from llmq.runtime.attention.sdpa import SdpaAttention
+from llmq.runtime.config import EngineConfig
+from llmq.runtime.executor import Executor, InProcessExecutor
+from llmq.runtime.kv_manager import KVCacheManager
+from llmq.runtime.kv_store import TORCH_DTYPES
+from llmq.runtime.memory import CPU_SHARE, available_memory_bytes, plan_kv_cache
+from llmq.runtime.model_runner import LogitsObserver, ModelRunner
+from llmq.runtime.models.families import family_of
+from llmq.runtime.policy import StepPolicy
+from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from llmq.runtime.sampling.sampler import Sampler
+from llmq.runtime.scheduler import Scheduler
+from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
+from llmq.runtime.weights import DecoderLoader
+
+CHECKPOINT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo, config: EngineConfig) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.info = info
+        self._check_integrity = config.check_integrity
+        self._seeds = random.Random(config.seed)
+        self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        self._num_steps = self._prompt_tokens = self._generation_tokens = 0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "Engine":
+        """Load the model and allocate the KV-cache. Raises InputError, before any weight is read where possible."""
+        return _build(config)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request whose fields the frontend has checked. Raises ValueError where it cannot run here."""
+        num_prompt_tokens, params = len(request.prompt_token_ids), request.sampling_params
+        if not num_prompt_tokens:
+            raise ValueError("the prompt has no token")
+        if num_prompt_tokens + min(params.max_tokens, 1) > self.info.max_model_len:
+            raise ValueError(
+                f"{num_prompt_tokens} prompt tokens and a new one exceed the {self.info.max_model_len} of this engine"
+            )
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.info.vocab_size:
+            raise ValueError(f"a prompt token id is outside 0 … {self.info.vocab_size - 1}")
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 without prompt_logprobs asks for nothing")
+        if params.seed is None:
+            # Drawn once, here: sampling is then a function of (seed, position), also after a preemption.
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+            request = msgspec.structs.replace(request, sampling_params=params)
+        self.scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests now, their blocks freed at once. Unknown ids are passed over: they may just have finished."""
+        outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
+        return [output for output in outputs if output is not None]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and return what it brought. An empty list where there is nothing to do."""
+        if not self.has_unfinished_requests:
+            return []
+        plan = self.scheduler.schedule()
+        self._pending.append((plan, self.executor.submit(plan)))
+        plan, future = self._pending.popleft()
+        outputs = self.scheduler.update_from_output(plan, future.result())
+        self._count(plan, outputs)
+        if self._check_integrity:
+            self.scheduler.kv.check_integrity()
+        return outputs
+
+    def observe_logits(self, observer: LogitsObserver | None) -> None:
+        """Call `observer(request_id, position, logits [n, vocab_size] float32)` for the computed positions of requests
+        that ask for prompt log probabilities: row i predicts position + i + 1. In this process only."""
+        if not isinstance(self.executor, InProcessExecutor):
+            raise InputError("logits can only be observed where the engine runs in this process")
+        self.executor.runner.logits_observer = observer
+
+    def stats(self) -> EngineStats:
+        kv = self.scheduler.kv
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=kv.pool.num_blocks,
+            num_free_blocks=kv.pool.num_free_blocks,
+            num_steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_cache_queries=kv.prefix_cache_queries,
+            prefix_cache_hits=kv.prefix_cache_hits,
+            num_preemptions=self.scheduler.num_preemptions,
+        )
+
+    def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:
+        self._num_steps += 1
+        generated = sum(len(output.new_token_ids) for output in outputs)
+        self._generation_tokens += generated
+        # A decode step computes the token before; what it computes beyond those is prompt.
+        self._prompt_tokens += sum(
+            item.num_scheduled_tokens - (item.samples and item.num_scheduled_tokens == 1) for item in plan.scheduled
+        )
+
+
+def _build(config: EngineConfig) -> Engine:
+    checkpoint = read_checkpoint(Path(config.model))
+    architecture = checkpoint.architecture
+    family_of({**checkpoint.config, **checkpoint.config.get("text_config", {})})
+    device = _device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    dtype = config.dtype if config.dtype != "auto" else CHECKPOINT_DTYPES.get(architecture.dtype, "fp32")
+    kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype
+    if config.kv_cache_memory_bytes is not None or device.type == "cpu":
+        spare = available_memory_bytes() - checkpoint.total_bytes
+        plan = plan_kv_cache(architecture, config, kv_dtype, int(spare * CPU_SHARE))
+    loader = DecoderLoader(checkpoint, TORCH_DTYPES[dtype], device)
+    max_positions = config.max_model_len or architecture.max_position_embeddings
+    model = loader.load(max_positions)
+    if config.kv_cache_memory_bytes is None and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        plan = plan_kv_cache(architecture, config, kv_dtype, free - int(total * (1 - config.memory_utilization)))
+
+    eos = _eos_token_ids(checkpoint)
+    kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
+    policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+    scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
+    runner = ModelRunner(model, plan.layout, plan.num_blocks, SdpaAttention(), Sampler(eos), device)
+    info = EngineInfo(
+        model=config.model,
+        vocab_size=architecture.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=sorted(eos),
+        num_blocks=plan.num_blocks,
+        block_tokens=config.block_tokens,
+        kv_cache_bytes=plan.kv_cache_bytes,
+        weight_bytes=model.num_bytes,
+        device=str(device),
+        fingerprint=_fingerprint(checkpoint, loader, runner, dtype, kv_dtype),
+    )
+    return Engine(scheduler, InProcessExecutor(runner), info, config)
+
+
+def _fingerprint(
+    checkpoint: Checkpoint, loader: DecoderLoader, runner: ModelRunner, dtype: str, kv_dtype: str
+) -> dict[str, str]:
+    """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
+    model = runner.model
+    kernels = {linear.kernel for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)}
+    tied = checkpoint.architecture.tie_word_embeddings
+    return {
+        "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
+        "linear_kernels": ", ".join(sorted(kernels)),
+        "attention_kernel": runner.attention.name,
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "head": f"{dtype}{', tied' if tied else ''}",
+        "device": runner.device.type,
+    }
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> set[int]:
+    """Every id that ends a text by config.json or generation_config.json (the frontend adds the tokenizer's own)."""
+    generation = checkpoint.path / "generation_config.json"
+    declared = [checkpoint.config.get("eos_token_id")]
+    if generation.is_file():
+        declared.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    return {
+        token_id
+        for value in declared
+        for token_id in (value if isinstance(value, list) else [value])
+        if isinstance(token_id, int)
+    }
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no CUDA device here (use --device cpu)")
+    return torch.device(name)

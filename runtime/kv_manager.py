@@ -1,0 +1,201 @@
+"""KVCacheManager: which blocks each request holds, in every KV-cache group."""
+
+import hashlib
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout
+from llmq.runtime.block_pool import BlockPool, KVBlock
+from llmq.runtime.request import Request
+
+# A request's blocks in one group, by position. None where a window has passed and the block was given back.
+BlockList = list[KVBlock | None]
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """Blocks already computed for the first `num_tokens` tokens of a request, for each group."""
+
+    num_tokens: int
+    blocks: tuple[BlockList, ...]
+
+
+class KVCacheManager:
+    """Owns request -> blocks. The pool owns counts, contents and the free order; nobody else touches either.
+
+    A block of group g holds `g.block_tokens` consecutive tokens of all of g's layers. Its digest chains over the
+    blocks before it (SHA-256 of parent digest, group, salt and token ids), so one digest stands for a whole prefix.
+    """
+
+    def __init__(self, layout: KVCacheLayout, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+        self.groups = layout.groups
+        self.pool = BlockPool(num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache_queries = 0  # tokens asked for, tokens found
+        self.prefix_cache_hits = 0
+        self._blocks: dict[str, tuple[BlockList, ...]] = {}
+        self._num_registered: dict[str, list[int]] = {}  # full blocks already offered to the prefix cache, by group
+        # A hit has to end on a block border of every group.
+        self._hit_alignment = math.lcm(*(group.block_tokens for group in self.groups))
+
+    def get_computed_blocks(self, request: Request) -> PrefixHit:
+        """The longest prefix that is cached in every group, at most `request.max_cached_tokens`. Takes no reference."""
+        limit = request.max_cached_tokens // self._hit_alignment * self._hit_alignment
+        if not self.enable_prefix_caching or limit <= 0:
+            return PrefixHit(0, tuple([] for _ in self.groups))
+        self._extend_digests(request)
+        num_tokens, previous = limit, -1
+        while num_tokens != previous and num_tokens > 0:
+            previous = num_tokens
+            for index, group in enumerate(self.groups):
+                num_tokens = self._longest_hit(request, index, group, num_tokens)
+        return PrefixHit(
+            num_tokens, tuple(self._hit_blocks(request, index, g, num_tokens) for index, g in enumerate(self.groups))
+        )
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None) -> bool:
+        """Give `request` room for `num_new_tokens` more tokens; a new request brings its prefix hit.
+
+        All or nothing: False when the pool cannot, and then the request holds what it held (blocks that left its
+        window apart).
+        """
+        num_computed = hit.num_tokens if hit else request.num_computed_tokens
+        held = self._blocks.get(request.request_id) or tuple([] for _ in self.groups)
+        self._release_outside_window(held, num_computed)
+        lists = hit.blocks if hit else held
+        missing = [
+            max(0, -(-(num_computed + num_new_tokens) // group.block_tokens) - len(blocks))
+            for group, blocks in zip(self.groups, lists, strict=True)
+        ]
+        # Reviving a cached block that nobody uses takes it from the free queue too.
+        revived = {b.block_id for blocks in hit.blocks for b in blocks if b and not b.ref_count} if hit else ()
+        if sum(missing) > self.pool.num_free_blocks - len(revived):
+            return False
+        if hit:
+            for blocks in hit.blocks:
+                for block in blocks:
+                    if block is not None:
+                        self.pool.acquire(block)
+            held = tuple(list(blocks) for blocks in hit.blocks)
+            self._num_registered[request.request_id] = [len(blocks) for blocks in held]
+            self.prefix_cache_queries += request.num_tokens
+            self.prefix_cache_hits += hit.num_tokens
+        for blocks, count in zip(held, missing, strict=True):
+            blocks.extend(self.pool.allocate(count))
+        self._blocks[request.request_id] = held
+        self._num_registered.setdefault(request.request_id, [0] * len(self.groups))
+        return True
+
+    def blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
+        """Free blocks that the whole of `request` as it stands will take beyond its prefix hit."""
+        revived = sum(b is not None and not b.ref_count for blocks in hit.blocks for b in blocks)
+        return revived + sum(
+            max(0, group.blocks_for(request.num_tokens) - sum(b is not None for b in blocks))
+            for group, blocks in zip(self.groups, hit.blocks, strict=True)
+        )
+
+    def block_ids(self, request_id: str, first: Sequence[int] | None = None) -> tuple[list[int], ...]:
+        """Block table of each group, from position `first[group]` on.
+
+        A block that left the window is given as 0: attention does not read there.
+        """
+        lists = self._blocks[request_id]
+        return tuple(
+            [block.block_id if block else 0 for block in blocks[start:]]
+            for blocks, start in zip(lists, first or [0] * len(lists), strict=True)
+        )
+
+    def commit(self, request: Request) -> None:
+        """Offer the full blocks of `request.num_computed_tokens` tokens to the prefix cache.
+
+        Call it when those tokens are final: a rejected draft's KV must never be found by prefix.
+        """
+        if not self.enable_prefix_caching:
+            return
+        self._extend_digests(request)
+        registered = self._num_registered[request.request_id]
+        for index, (group, blocks) in enumerate(zip(self.groups, self._blocks[request.request_id], strict=True)):
+            num_full = min(request.num_computed_tokens // group.block_tokens, len(request.block_digests[index]))
+            for position in range(registered[index], num_full):
+                if blocks[position] is not None:
+                    self.pool.register(
+                        blocks[position],
+                        request.block_digests[index][position],
+                        _block_tokens(request, group, position),
+                    )
+            registered[index] = max(registered[index], num_full)
+
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of a request, its tail first."""
+        self._num_registered.pop(request_id, None)
+        for blocks in self._blocks.pop(request_id, ()):
+            self.pool.release(block for block in reversed(blocks) if block is not None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where counts, free queue and block tables disagree."""
+        references: dict[int, int] = {}
+        for lists in self._blocks.values():
+            for blocks in lists:
+                for block in blocks:
+                    if block is not None:
+                        references[block.block_id] = references.get(block.block_id, 0) + 1
+        self.pool.check_integrity(references)
+
+    def _release_outside_window(self, held: tuple[BlockList, ...], num_computed: int) -> None:
+        """The next query sees positions from num_computed - window + 1 on; blocks that end before are given back."""
+        for group, blocks in zip(self.groups, held, strict=True):
+            if group.spec.window is None:
+                continue
+            passed = []
+            for position in range(min(_first_needed_block(group, num_computed), len(blocks)) - 1, -1, -1):
+                if blocks[position] is None:
+                    break  # everything before went earlier
+                passed.append(blocks[position])
+                blocks[position] = None
+            self.pool.release(passed)
+
+    def _extend_digests(self, request: Request) -> None:
+        if not request.block_digests:
+            request.block_digests = [[] for _ in self.groups]
+        for index, (group, digests) in enumerate(zip(self.groups, request.block_digests, strict=True)):
+            for position in range(len(digests), request.num_tokens // group.block_tokens):
+                parent = digests[-1] if digests else f"{index}:{request.cache_salt}".encode()
+                tokens = array("q", _block_tokens(request, group, position)).tobytes()
+                digests.append(hashlib.sha256(len(parent).to_bytes(4, "little") + parent + tokens).digest())
+
+    def _find(self, request: Request, index: int, group: KVCacheGroup, position: int) -> KVBlock | None:
+        return self.pool.find(request.block_digests[index][position], _block_tokens(request, group, position))
+
+    def _longest_hit(self, request: Request, index: int, group: KVCacheGroup, limit: int) -> int:
+        """Most tokens, at most `limit` and aligned, after which this group has every block that the next query sees."""
+        size = group.block_tokens
+        if group.spec.window is None:
+            position = 0
+            while (position + 1) * size <= limit and self._find(request, index, group, position):
+                position += 1
+            return position * size // self._hit_alignment * self._hit_alignment
+        for num_tokens in range(limit, 0, -self._hit_alignment):
+            needed = range(_first_needed_block(group, num_tokens), num_tokens // size)
+            if all(self._find(request, index, group, position) for position in needed):
+                return num_tokens
+        return 0
+
+    def _hit_blocks(self, request: Request, index: int, group: KVCacheGroup, num_tokens: int) -> BlockList:
+        first = _first_needed_block(group, num_tokens)
+        return [
+            self._find(request, index, group, position) if position >= first else None
+            for position in range(num_tokens // group.block_tokens)
+        ]
+
+
+def _first_needed_block(group: KVCacheGroup, num_computed: int) -> int:
+    """Index of the first block that the query at position `num_computed` still sees."""
+    if group.spec.window is None:
+        return 0
+    return max(0, num_computed - group.spec.window + 1) // group.block_tokens
+
+
+def _block_tokens(request: Request, group: KVCacheGroup, position: int) -> list[int]:
+    return request.token_ids[position * group.block_tokens : (position + 1) * group.block_tokens]

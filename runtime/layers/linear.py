@@ -1,0 +1,196 @@
+"""Linears: dense, or run straight from a QuantizedWeight that stays packed in memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to
+
+Weight = Tensor | QuantizedWeight
+
+# Up to this many rows torch's packed int4 product beats unpacking the weight first (measured on 2 AVX512 cores: 0.03 ms
+# against 0.8 ms at one row of 576×1536, even near 64 rows).
+MAX_ROWS_OF_PACKED_INT4 = 64
+PACKED_INT4_GROUP_SIZES = (32, 64, 128, 256)
+
+
+class DenseLinear:
+    """y = x Wᵀ + b. x [num_tokens, in_features] -> [num_tokens, out_features]."""
+
+    kernel = "dense"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class WeightOnlyLinear:
+    """A quantized weight with activations as they come (W4A16, W8A16): dequantized in tiles of its own size, then dense."""
+
+    kernel = "dequantize"
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, dtype
+        self.num_bytes = weight.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.dequantize(self.dtype), self.bias)
+
+
+class PackedInt4Linear(WeightOnlyLinear):
+    """W4A16 on a CPU in bf16: few rows go through torch's packed int4 product, many rows are worth dequantizing.
+
+    Holds the weight in both layouts: 8 bits a weight instead of 4, half of bf16. The native kernels (a later path)
+    read one layout for any number of rows.
+    """
+
+    kernel = "torch int4pack"
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
+        self.group_size = weight.scheme.group_size
+        stored = weight.integers().to(torch.int32) + 8  # 0 … 15
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
+        scale = weight.scale.float()
+        # The product's own form is (stored - 8) * scale + zero.
+        zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
+        self.scales_and_zeros = torch.stack((scale, zero), dim=2).transpose(0, 1).contiguous().to(dtype)
+        self.num_bytes += self.packed.nbytes + self.scales_and_zeros.nbytes
+
+    @staticmethod
+    def runs(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+        scheme = weight.scheme
+        return (
+            weight.values.device.type == "cpu"
+            and dtype == torch.bfloat16
+            and scheme.bits == 4
+            and scheme.strategy == "group"
+            and scheme.group_size in PACKED_INT4_GROUP_SIZES
+            and weight.column_group is None
+            and weight.out_features % 16 == 0
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > MAX_ROWS_OF_PACKED_INT4:
+            return super().__call__(x)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self.packed, self.group_size, self.scales_and_zeros
+        )
+        return y if self.bias is None else y + self.bias
+
+
+class QuantizedActivationLinear:
+    """W8A8: the input is rounded to int8 or e4m3 (per token, or by the checkpoint's static scale), as on hardware that
+    multiplies in that format; the product is rescaled by both scales.
+
+        y = (q_x q_wᵀ) · s_x · s_w + b,    s_x = max|x| / 127.5 (int8) or max|x| / 448 (e4m3) of each token
+
+    These are compressed-tensors' definitions of the scales, so that a checkpoint means here what it meant where it was
+    calibrated.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, dtype
+        self.num_bytes = weight.num_bytes
+        self.scale = weight.scale.float().flatten()  # [out_features] or [1]
+        self.is_int8 = weight.scheme.kind == "int"
+        self.kernel = "torch int8" if self._multiplies_int8 else f"emulated {'int8' if self.is_int8 else 'fp8'}"
+
+    @property
+    def _multiplies_int8(self) -> bool:
+        # torch._int_mm on CUDA wants at least 17 rows: there the product runs in the activations' dtype.
+        return self.is_int8 and self.weight.values.device.type == "cpu" and self.weight.zero_point is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        q, scale = self._quantize(x.float())
+        if self._multiplies_int8:
+            y = torch._int_mm(q.to(torch.int8), self.weight.values.t()).float()
+        else:
+            y = F.linear(q.to(self.dtype), self._integers()).float()
+        y = y * scale * self.scale
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _integers(self) -> Tensor:
+        """The weight without its scale: whole numbers up to 255 or e4m3 ones, exact in 16 bits."""
+        if not self.is_int8:
+            return e4m3_to(self.weight.values, self.dtype)
+        q = self.weight.integers().to(self.dtype)
+        return q if self.weight.zero_point is None else q - self.weight.zero_point.to(self.dtype)
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x float32 [num_tokens, in] -> its rounded numbers, still in float32, and scale [num_tokens or 1, 1]."""
+        limit = 127.5 if self.is_int8 else 448.0
+        if self.weight.input_scale is not None:
+            scale = self.weight.input_scale.float().view(1, 1)
+        else:
+            scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / limit
+        if self.is_int8:
+            return (x / scale).round_().clamp_(-128, 127), scale
+        # Clamped first: the cast to e4m3fn does not saturate, it makes NaN.
+        return e4m3_to((x / scale).clamp_(-448, 448).to(torch.float8_e4m3fn), torch.float32), scale
+
+
+class SplitLinear:
+    """Siblings of one input that cannot share a weight (other schemes, other static scales): run apart, joined."""
+
+    def __init__(self, parts: Sequence["Linear"]) -> None:
+        self.parts = parts
+        self.num_bytes = sum(part.num_bytes for part in parts)
+        self.kernel = " + ".join(sorted({part.kernel for part in parts}))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+
+Linear = DenseLinear | WeightOnlyLinear | QuantizedActivationLinear | SplitLinear
+
+
+def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Linear:
+    """One linear for siblings that read the same input (q/k/v, gate/up), their outputs one after the other."""
+    bias = None if biases[0] is None else torch.cat(list(biases)).to(dtype)
+    if all(isinstance(weight, Tensor) for weight in weights):
+        return DenseLinear(torch.cat([weight.to(dtype) for weight in weights]), bias)
+    merged = _merge(weights)
+    if merged is None:
+        return SplitLinear([make_linear([w], [b], dtype) for w, b in zip(weights, biases, strict=True)])
+    if merged.scheme.activation is not None:
+        return QuantizedActivationLinear(merged, bias, dtype)
+    kind = PackedInt4Linear if PackedInt4Linear.runs(merged, dtype) else WeightOnlyLinear
+    return kind(merged, bias, dtype)
+
+
+def _merge(weights: Sequence[Weight]) -> QuantizedWeight | None:
+    """The weights as one, stacked along the output; None where they differ in more than their values."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first if isinstance(first, QuantizedWeight) else None
+    alike = all(
+        isinstance(weight, QuantizedWeight)
+        and weight.scheme == first.scheme
+        and weight.input_scale is None
+        and weight.column_group is None
+        for weight in weights
+    )
+    if not alike:
+        return None
+    rows = [weight.out_features for weight in weights]
+    scale = torch.cat([w.scale.expand(n, -1) for w, n in zip(weights, rows, strict=True)])
+    zero_point = None
+    if first.zero_point is not None:
+        zero_point = torch.cat([w.zero_point.expand(n, -1) for w, n in zip(weights, rows, strict=True)])
+    # A scale for the whole tensor has become one a row.
+    strategy = "channel" if first.scheme.strategy == "tensor" else first.scheme.strategy
+    return replace(
+        first,
+        scheme=replace(first.scheme, strategy=strategy),
+        shape=(sum(rows), first.in_features),
+        values=torch.cat([weight.values for weight in weights]),
+        scale=scale,
+        zero_point=zero_point,
+    )

@@ -1,0 +1,77 @@
+"""How many KV blocks an engine gets, from the specs that `kv-budget` prints by. No torch: also asked before a start."""
+
+from dataclasses import dataclass
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.errors import InputError
+from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.units import format_bytes
+from llmq.runtime.config import EngineConfig
+
+# Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
+CPU_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class KVCachePlan:
+    layout: KVCacheLayout
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+
+def plan_kv_cache(
+    architecture: ModelArchitecture, config: EngineConfig, kv_dtype: str, available_bytes: int
+) -> KVCachePlan:
+    """Blocks and longest request of an engine.
+
+    `available_bytes` is what the KV-cache may take where `--kv-cache-memory` does not say. Without `--max-model-len` the
+    longest request is what fits, up to the model's own context. Raises InputError where one request cannot fit, with
+    what it needs, what there is, and what would work.
+    """
+    layout = KVCacheLayout.of(architecture, kv_dtype, block_tokens=config.block_tokens)
+    context, step_tokens = architecture.max_position_embeddings, config.max_num_batched_tokens
+    if config.max_model_len is not None and not 1 <= config.max_model_len <= context:
+        raise InputError(f"--max-model-len {config.max_model_len}: this model's context is 1 to {context} tokens")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise InputError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs "
+            f"{config.max_num_seqs}: each running request needs one token of every step"
+        )
+    wanted = config.max_model_len or context
+    if config.kv_cache_memory_bytes is not None:
+        num_blocks = layout.num_blocks(config.kv_cache_memory_bytes)
+    else:
+        # More than every sequence at full length can never be used.
+        most = config.max_num_seqs * layout.blocks_for(wanted, step_tokens)
+        num_blocks = min(layout.num_blocks(max(0, available_bytes)), most)
+    longest = layout.longest_sequence(num_blocks, wanted, step_tokens)
+    if longest < (config.max_model_len or 1):
+        raise InputError(_does_not_fit(layout, wanted, num_blocks, longest, kv_dtype, step_tokens))
+    return KVCachePlan(layout, num_blocks, min(wanted, longest))
+
+
+def _does_not_fit(
+    layout: KVCacheLayout, wanted: int, num_blocks: int, longest: int, kv_dtype: str, step_tokens: int
+) -> str:
+    needed, has = layout.reserved_bytes(wanted, step_tokens), num_blocks * layout.block_bytes
+    remedies = [
+        f"--kv-cache-memory {-(-needed // 2**20)}MiB or more",
+        f"--max-model-len {longest} or less (or auto)" if longest else "",
+        "--kv-dtype bf16 (half the bytes)" if kv_dtype == "fp32" else "",
+    ]
+    return (
+        f"the KV-cache cannot hold one request of {wanted} tokens: it needs {format_bytes(needed)}, "
+        f"there are {format_bytes(has)} ({num_blocks} blocks), the longest that fits is {longest} tokens. "
+        f"Use {', or '.join(remedy for remedy in remedies if remedy)}"
+    )
+
+
+def available_memory_bytes() -> int:
+    """Memory that a process may still take on this machine (Linux: MemAvailable)."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    return int(fields["MemAvailable"].split()[0]) * 1024

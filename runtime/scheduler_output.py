@@ -1,0 +1,48 @@
+"""SchedulerOutput: one step as plain data. The same object drives one process or eight ranks."""
+
+import msgspec
+
+from llmq.runtime.request import TokenLogprobs
+from llmq.runtime.sampling_params import SamplingParams
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the runner does not know (new, or back after preemption), in full."""
+
+    request_id: str
+    token_ids: list[int]  # the prompt and what was generated before a preemption
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    score_prompt: bool  # prompt log probabilities are still owed
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of one request."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[list[int], ...]  # for each group: its blocks from `first_block` on
+    first_block: tuple[int, ...]
+    samples: bool  # the last position is the request's last token: a new one follows from it
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    new_requests: list[NewRequest]
+    scheduled: list[ScheduledRequest]
+    forgotten_request_ids: list[str]  # finished, aborted or preempted since the last step
+    num_scheduled_tokens: int
+
+
+class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the runner made of one ScheduledRequest."""
+
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt positions predicted in this step, in order
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    results: dict[str, RequestResult]
