@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmq.evals.perplexity import OnProgress, Perplexity, TextCounts, check_window_fits, scoring_requests, summarize
+from llmq.evals.perplexity import Perplexity, TextCounts, check_window_fits, scoring_requests, summarize
 from llmq.evals.stepping import EngineLike
 from llmq.evals.windows import WindowPlan
 from llmq.profiles.errors import FailedError, InputError
+from llmq.profiles.progress import Progress, silent
 from llmq.runtime.request import EngineRequest
 
 DEFINITIONS = {
@@ -89,7 +90,7 @@ def evaluate_divergence(
     token_ids: list[int],
     plan: WindowPlan,
     counts: TextCounts,
-    on_progress: OnProgress | None = None,
+    progress: Progress = silent,
 ) -> Divergence:
     """Steps both engines over the planned windows and compares every scored position.
 
@@ -112,8 +113,7 @@ def evaluate_divergence(
             of_window = _compare_window(pair, request, index)
             measures.append(of_window)
             done += len(of_window.kl)
-            if on_progress:
-                on_progress(done, plan.num_scored)
+            progress("divergence", done, plan.num_scored, unit="tokens")
     finally:
         for side in pair:
             side.close()

@@ -10,12 +10,13 @@ A tokenizer that puts a BOS before a text gets one before every window, as conte
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from llmq.evals.stepping import EngineLike, RequestStream
 from llmq.evals.windows import WindowPlan
 from llmq.profiles.errors import InputError
+from llmq.profiles.progress import Progress, silent
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 
@@ -25,8 +26,6 @@ DEFINITIONS = {
     "word_ppl": "exp(mean NLL × tokens / words), words split at white space",
     "bits_per_byte": "mean NLL / ln 2 × tokens / UTF-8 bytes",
 }
-
-OnProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def evaluate_perplexity(
     token_ids: list[int],
     plan: WindowPlan,
     counts: TextCounts,
-    on_progress: OnProgress | None = None,
+    progress: Progress = silent,
 ) -> Perplexity:
     """Scores the planned windows of `token_ids` by prompt log probabilities.
 
@@ -84,14 +83,14 @@ def evaluate_perplexity(
         index = int(output.request_id.removeprefix("window-"))
         window_nll[index] = -math.fsum(entry.logprob for entry in output.prompt_logprobs)
         done += plan.windows[index].num_scored
-        if on_progress:
-            on_progress(done, plan.num_scored)
+        progress("perplexity", done, plan.num_scored, unit="tokens")
     if done != plan.num_scored:
         raise RuntimeError(f"the engine scored {done} tokens of {plan.num_scored}")
     return summarize(window_nll, plan, counts, time.perf_counter() - started_s)
 
 
-def scoring_requests(token_ids: list[int], plan: WindowPlan):
+def scoring_requests(token_ids: list[int], plan: WindowPlan) -> Iterator[EngineRequest]:
+    """One request a window, named `window-<index>`, that asks for the log probabilities of its scored tokens."""
     for index in range(len(plan.windows)):
         params = SamplingParams(
             temperature=0.0, max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=plan.prompt_start(index)
@@ -114,9 +113,9 @@ def summarize(window_nll: list[float], plan: WindowPlan, counts: TextCounts, ela
     """The measures from each window's summed NLL (nats)."""
     mean_nll = math.fsum(window_nll) / plan.num_scored
     return Perplexity(
-        token_ppl=math.exp(mean_nll),
+        token_ppl=_exp(mean_nll),
         token_ppl_full_windows=_full_windows_ppl(window_nll, plan),
-        word_ppl=math.exp(mean_nll * counts.num_tokens / counts.num_words) if counts.num_words else math.nan,
+        word_ppl=_exp(mean_nll * counts.num_tokens / counts.num_words) if counts.num_words else math.inf,
         bits_per_byte=mean_nll / math.log(2) * counts.num_tokens / counts.num_bytes,
         mean_nll=mean_nll,
         num_tokens=plan.num_tokens,
@@ -136,4 +135,8 @@ def _full_windows_ppl(window_nll: list[float], plan: WindowPlan) -> float | None
     full = [i for i, window in enumerate(plan.windows) if window.end - window.begin == text_window]
     if plan.stride != text_window or not full:
         return None
-    return math.exp(math.fsum(window_nll[i] for i in full) / sum(plan.windows[i].num_scored for i in full))
+    return _exp(math.fsum(window_nll[i] for i in full) / sum(plan.windows[i].num_scored for i in full))
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf

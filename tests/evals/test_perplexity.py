@@ -42,9 +42,11 @@ def test_windows_side_by_side_give_the_papers_number_too(toy_engine):
 
 def test_progress_counts_up_to_all_scored_tokens(toy_engine):
     seen = []
-    evaluate_perplexity(
-        toy_engine(), TOKENS, plan_windows(101, 20), COUNTS, lambda done, total: seen.append((done, total))
-    )
+
+    def progress(stage, done, total, *, unit=""):
+        seen.append((done, total))
+
+    evaluate_perplexity(toy_engine(), TOKENS, plan_windows(101, 20), COUNTS, progress)
     assert seen[-1] == (95, 95)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 

@@ -1,0 +1,108 @@
+"""Tasks that lm-eval knows by name, found fast, and refused fast where their data cannot be reached."""
+
+import difflib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from llmq.profiles.errors import InputError
+
+_HUB_PROBE_S = 3.0
+
+
+def load_named_tasks(names: list[str]) -> dict[str, Any]:
+    """lm-eval's Task objects by name (a group or tag brings all of its own), data included.
+
+    Raises InputError on a name that lm-eval does not know, and, within seconds, on data that is neither reachable nor
+    in the local cache, naming the data set.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False, include_path=_folders_that_name(names))
+    if any(name not in manager.task_index for name in names):
+        manager = TaskManager()  # all of lm-eval's 14,000 files
+    for name in names:
+        if name not in manager.task_index:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f" (near: {', '.join(near)})" if near else ""
+            raise InputError(
+                f"lm-eval has no task {name!r}{hint}; a file of your own is evaluated with --data FILE.jsonl"
+            )
+    if not _hub_is_reachable():
+        _go_offline()
+    tasks: dict[str, Any] = {}
+    for name in names:
+        try:
+            tasks |= manager.load([name])["tasks"]
+        except KeyError:  # a group whose members live in other folders
+            manager = TaskManager()
+            tasks |= _load(manager, name)
+        except Exception as error:
+            raise _unreachable(manager, name, error) from error
+    return tasks
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    try:
+        return manager.load([name])["tasks"]
+    except Exception as error:
+        raise _unreachable(manager, name, error) from error
+
+
+def _unreachable(manager: Any, name: str, error: Exception) -> InputError:
+    config = manager.task_index[name].cfg or {}
+    dataset = config.get("dataset_path", "a data set")
+    subset = f" ({config['dataset_name']})" if config.get("dataset_name") else ""
+    return InputError(
+        f"task {name}: its data, {dataset}{subset}, could not be loaded: {_first_line(error)}. "
+        "Without a hub, evaluate a local file with --data FILE.jsonl"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _folders_that_name(names: list[str]) -> list[Path]:
+    """The folders of lm-eval's task tree with a file that mentions a name: indexing these alone takes a tenth."""
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    mention = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names).encode())
+    folders: set[str] = set()
+    for folder, _, files in os.walk(root):
+        top = Path(folder).relative_to(root).parts[:1]
+        if not top or top[0] in folders:
+            continue
+        for file in files:
+            if file.endswith((".yaml", ".yml")) and mention.search((Path(folder) / file).read_bytes()):
+                folders.add(top[0])
+                break
+    return [root / folder for folder in sorted(folders)]
+
+
+def _hub_is_reachable() -> bool:
+    """One short request, so that a machine without a network is not kept waiting by minutes of retries."""
+    import httpx
+    import huggingface_hub.constants as hub
+
+    if hub.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(hub.ENDPOINT, timeout=_HUB_PROBE_S)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def _go_offline() -> None:
+    """What HF_HUB_OFFLINE=1 does, for libraries that read it when they were imported: the local cache alone is used."""
+    import datasets.config
+    import huggingface_hub.constants as hub
+
+    hub.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
+    logging.getLogger("datasets").setLevel(logging.ERROR)
