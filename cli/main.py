@@ -5,31 +5,37 @@ import importlib
 import sys
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-VERBS = ("quickstart", "kv-budget", "quantize", "eval", "serve", "inspect", "doctor")
+VERBS = {
+    "quickstart": "The whole loop on a small real model, explained: budget, quantize, prove, serve.",
+    "kv-budget": "How many tokens and users fit on a card, from config.json alone.",
+    "quantize": "Make a 4-bit, INT8 or FP8 checkpoint, and report what was done to each layer.",
+    "eval": "Perplexity, divergence from a baseline, and tasks, on the runtime that serves.",
+    "serve": "An OpenAI-compatible server on the paged runtime.",
+    "inspect": "What is in a checkpoint: architecture, format of each layer, bytes.",
+    "doctor": "What this machine has and lacks, and what each lack means.",
+}
 
 
 class VerbGroup(TyperGroup):
-    """Resolves a verb to `llmq.cli.<verb>.app` on first use, so that `--help` of one verb imports that verb alone."""
+    """Imports `llmq.cli.<verb>` when that verb is named; `llmq --help` lists them from the table above, unimported."""
 
     def list_commands(self, ctx):
         return list(VERBS)
 
     def get_command(self, ctx, cmd_name):
-        if cmd_name not in VERBS:
-            return None
-        module = importlib.import_module("llmq.cli." + cmd_name.replace("-", "_"))
-        command = typer.main.get_command(module.app)
-        command.name = cmd_name
-        return command
+        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx, args):
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], VERBS, n=1)
+        name = args[0]
+        if name not in VERBS:
+            near = difflib.get_close_matches(name, VERBS, n=1) or [verb for verb in VERBS if verb.startswith(name)]
             hint = f"did you mean '{near[0]}'?" if near else f"the verbs are: {', '.join(VERBS)}"
-            ctx.fail(f"no verb '{args[0]}' ({hint})")
-        return super().resolve_command(ctx, args)
+            ctx.fail(f"no verb '{name}' ({hint})")
+        command = typer.main.get_command(importlib.import_module("llmq.cli." + name.replace("-", "_")).app)
+        command.name = name
+        return name, command, args[1:]
 
 
 app = typer.Typer(
@@ -38,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Quantize, prove, serve and measure decoder LLMs: budget → quantize → prove → serve → measure, on one runtime.",
+    help="One loop over one checkpoint: budget → quantize → prove → serve → measure, on one paged-attention runtime.",
 )
 
 
@@ -58,7 +64,7 @@ def root(
 
 
 def main() -> None:
-    """Entry point. An exception with an `exit_code` is an answer for the user: its message goes to stderr, no traceback."""
+    """Entry point. An exception with an `exit_code` is an answer: its message goes to stderr, without a traceback."""
     try:
         app()
     except KeyboardInterrupt:

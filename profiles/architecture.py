@@ -7,9 +7,32 @@ from llmq.profiles.errors import InputError
 
 Config = dict[str, Any]
 
-# model_type -> what of attention the config's keys do not say by themselves.
-# `window`: which key and which layers use it. An architecture that is not listed is refused, never guessed.
-KNOWN_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What a config.json does not say of its model_type, because the model's code does.
+
+    A bias is there always (True), never (False), or where the config key of that name is true.
+    """
+
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False  # one vector of head_dim for q and one for k
+    norms_per_layer: int = 2
+    tied_by_default: bool = False
+
+
+# An architecture that is not listed is refused, never guessed.
+DECODER_SHAPES = {
+    "llama": DecoderShape(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": DecoderShape(),
+    "qwen2": DecoderShape(qkv_bias=True),
+    "qwen3": DecoderShape(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True),
+    "gemma3_text": DecoderShape(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, norms_per_layer=4, tied_by_default=True
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -43,14 +66,28 @@ class ModelArchitecture:
     def num_kv_heads(self) -> int:
         return self.attention[0].num_kv_heads
 
+    @property
+    def shape(self) -> DecoderShape:
+        return DECODER_SHAPES[self.model_type]
+
+    @property
+    def valid_tensor_parallel(self) -> list[int]:
+        """Rank counts that divide the attention heads, and either divide the KV heads or are a multiple of them."""
+        heads, kv_heads = self.num_attention_heads, {layer.num_kv_heads for layer in self.attention}
+        return [
+            ranks
+            for ranks in range(1, heads + 1)
+            if heads % ranks == 0 and all(kv % ranks == 0 or ranks % kv == 0 for kv in kv_heads)
+        ]
+
     @classmethod
     def from_config(cls, config: Config) -> "ModelArchitecture":
         """Read a config.json (nested `text_config` too). Raises InputError for an architecture that is not known."""
         config = {**config, **config.get("text_config", {})}
         model_type = config.get("model_type")
-        if model_type not in KNOWN_MODEL_TYPES:
+        if model_type not in DECODER_SHAPES:
             raise InputError(
-                f"config.json: model_type {model_type!r} is not one that llmq knows ({', '.join(KNOWN_MODEL_TYPES)})"
+                f"config.json: model_type {model_type!r} is not one that llmq knows ({', '.join(DECODER_SHAPES)})"
             )
         missing = [
             key
@@ -72,7 +109,7 @@ class ModelArchitecture:
             num_attention_heads=num_heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", DECODER_SHAPES[model_type].tied_by_default)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             attention=tuple(
                 AttentionLayer(num_kv_heads, head_dim, head_dim, window) for window in _windows(config, num_layers)
@@ -93,4 +130,8 @@ def _windows(config: Config, num_layers: int) -> list[int | None]:
         # Qwen2's own rule: the layers from max_window_layers on use the window.
         first = config.get("max_window_layers", num_layers)
         return [window if layer >= first else None for layer in range(num_layers)]
+    if config["model_type"] == "gemma3_text":
+        # Every sixth layer sees everything; configs older than `layer_types` name the period or rely on it.
+        period = config.get("sliding_window_pattern", 6)
+        return [None if (layer + 1) % period == 0 else window for layer in range(num_layers)]
     return [window] * num_layers

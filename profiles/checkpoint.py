@@ -87,7 +87,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read config and headers of the folder `path`. Raises InputError for a missing, foreign or truncated file."""
     path = Path(path)
     config = read_config(path)
-    return Checkpoint(path, config, _read_tensors(path), _quantization(path, config))
+    return Checkpoint(path, config, _read_tensors(path), read_quantization(path, config))
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
@@ -114,10 +114,11 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+def read_quantization(path: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization that config.json (also under text_config) or AutoGPTQ's quantize_config.json declares."""
     nested = config.get("text_config") or {}
     found = config.get("quantization_config") or nested.get("quantization_config")
-    gptq = path / "quantize_config.json"
+    gptq = path / "quantize_config.json"  # `path` may be a config.json alone
     if gptq.is_file():
         # AutoGPTQ's own file is the one it loads by: where the two differ (group_size -1 against 128), it is right.
         return {**(found or {}), "quant_method": "gptq", **_read_json(gptq)}

@@ -1,7 +1,7 @@
 """KV-cache arithmetic as properties of frozen specs: `kv-budget` prints it, the runtime allocates by it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmq.profiles.architecture import AttentionLayer, ModelArchitecture
 from llmq.profiles.errors import InputError
@@ -12,7 +12,7 @@ class KVDtype:
     """How one K or V element is stored.
 
     `scale_bytes` is what a dynamic scale costs, one per token, per KV head, for K and for V each; 0 where the format
-    has no scale (16 and 32 bit) or where the checkpoint's static scale is used.
+    has no scale (16 and 32 bit) or where a static one, of the checkpoint, is used: FP8's habit.
     """
 
     name: str
@@ -20,15 +20,17 @@ class KVDtype:
     scale_bytes: int = 0
 
 
+DYNAMIC_SCALE_BYTES = 2
+
 KV_DTYPES = {
     dtype.name: dtype
     for dtype in (
         KVDtype("fp32", 32),
         KVDtype("bf16", 16),
         KVDtype("fp16", 16),
-        KVDtype("int8", 8, scale_bytes=2),
-        KVDtype("fp8", 8, scale_bytes=2),
-        KVDtype("int4", 4, scale_bytes=2),
+        KVDtype("fp8", 8),
+        KVDtype("int8", 8, scale_bytes=DYNAMIC_SCALE_BYTES),
+        KVDtype("int4", 4, scale_bytes=DYNAMIC_SCALE_BYTES),
     )
 }
 
@@ -146,16 +148,22 @@ class KVCacheLayout:
         *,
         block_tokens: int = BLOCK_TOKENS,
         tensor_parallel: int = 1,
-        static_scales: bool = False,
+        dynamic_scales: bool | None = None,
     ) -> "KVCacheLayout":
         """Group the layers of `architecture` by spec and give each group as many tokens a block as makes blocks equal.
 
         The smallest group holds `block_tokens` tokens or the fewest more that make all sizes whole. A rank holds
-        num_kv_heads / tensor_parallel heads, at least one (replicated).
+        num_kv_heads / tensor_parallel heads, at least one (replicated). `dynamic_scales`: whether each token brings
+        scales of its own; None: as the format does it. Raises InputError for a number of ranks that cannot be.
         """
         dtype = KV_DTYPES[kv_dtype]
-        if static_scales:
-            dtype = KVDtype(dtype.name, dtype.bits)
+        if dynamic_scales is not None and dtype.bits < 16:
+            dtype = replace(dtype, scale_bytes=DYNAMIC_SCALE_BYTES if dynamic_scales else 0)
+        if tensor_parallel not in (valid := architecture.valid_tensor_parallel):
+            raise InputError(
+                f"--tp {tensor_parallel} does not split {architecture.num_attention_heads} heads and "
+                f"{architecture.num_kv_heads} KV heads evenly; valid: {', '.join(map(str, valid))}"
+            )
         layers_by_spec: dict[KVCacheSpec, list[int]] = {}
         for index, layer in enumerate(architecture.attention):
             layers_by_spec.setdefault(_rank_spec(layer, dtype, tensor_parallel), []).append(index)
@@ -173,10 +181,6 @@ class KVCacheLayout:
 
 
 def _rank_spec(layer: AttentionLayer, dtype: KVDtype, tensor_parallel: int) -> KVCacheSpec:
-    heads, tp = layer.num_kv_heads, tensor_parallel
-    if heads % tp and tp % heads:
-        raise InputError(
-            f"--tp {tp} neither divides the {heads} KV heads nor is a multiple of them; "
-            f"valid: {', '.join(str(n) for n in range(1, 2 * heads + 1) if not (heads % n and n % heads))}, …"
-        )
-    return KVCacheSpec(max(1, heads // tp), layer.head_dim_k, layer.head_dim_v, dtype, layer.window)
+    # More ranks than KV heads: each head is held by several.
+    heads = max(1, layer.num_kv_heads // tensor_parallel)
+    return KVCacheSpec(heads, layer.head_dim_k, layer.head_dim_v, dtype, layer.window)

@@ -1,0 +1,129 @@
+"""What this machine is: cores, memory and GPUs that a process may use. No torch; nothing is remembered."""
+
+import contextlib
+import ctypes
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU as the NVIDIA driver describes it."""
+
+    name: str
+    memory_bytes: int  # what programs can use: the driver's own reserve is left out
+    free_bytes: int
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may run on at once: its affinity, and its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(_cgroup("cpu.max")).partition(" ")
+    return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() and period else cores
+
+
+def total_memory_bytes() -> int:
+    """RAM that this process may use: the machine's, or its cgroup's limit if that is less."""
+    total = _meminfo().get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *_cgroup_limit()])
+
+
+def available_memory_bytes() -> int:
+    """RAM that this process may still take: the machine's MemAvailable, or what its cgroup's limit leaves if less."""
+    available = _meminfo().get("MemAvailable") or total_memory_bytes()
+    for limit in _cgroup_limit():
+        # The page cache counts as used by the cgroup, and is given up on demand.
+        stat = dict(line.split() for line in _read(_cgroup("memory.stat")).splitlines())
+        used = int(_read(_cgroup("memory.current")) or 0) - int(stat.get("inactive_file", 0))
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _meminfo() -> dict[str, int]:
+    lines = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+
+
+def _cgroup_limit() -> list[int]:
+    limit = _read(_cgroup("memory.max"))
+    return [int(limit)] if limit.isdigit() else []
+
+
+def _cgroup(name: str) -> Path:
+    """A file of this process's cgroup (version 2), or of the root that a container sees as its own."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        own = _CGROUP / line.rpartition(":")[2].lstrip("/") / name
+        if line.startswith("0::") and own.is_file():
+            return own
+    return _CGROUP / name
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def cpu_name() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets in Linux's spelling ("avx512_vnni", "amx_bf16"); empty where the system does not list them."""
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_v2_t, whose `used` leaves out what the driver reserves."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def gpus() -> list[GPU]:
+    """The NVIDIA GPUs of this machine, asked of the driver (NVML); empty where there is no driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        found = []
+        for index in range(count.value):
+            with contextlib.suppress(OSError):
+                found.append(_gpu(nvml, index))
+        return found
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: ctypes.CDLL, index: int) -> GPU:
+    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    memory = _NvmlMemory(version=ctypes.sizeof(_NvmlMemory) | 2 << 24)
+    for status in (
+        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
+        nvml.nvmlDeviceGetName(handle, name, len(name)),
+        nvml.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(memory)),
+    ):
+        if status:
+            raise OSError(f"NVML answers {status} for GPU {index}")
+    return GPU(name.value.decode(), memory.total - memory.reserved, memory.free)

@@ -1,0 +1,168 @@
+"""Bytes of a model's weights: from the headers of its files, or from config.json and how it would be stored."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.checkpoint import read_checkpoint, read_config, read_quantization
+from llmq.profiles.errors import InputError
+from llmq.profiles.safetensors_file import REMOTE_HEADERS
+from llmq.profiles.units import parse_bytes
+
+_AUTO_GROUPS = (128, 64, 32)
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Linears of one kind: their weight is [out_features, in_features], and there are `count` of them."""
+
+    name: str
+    out_features: int
+    in_features: int
+    count: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class WeightStorage:
+    """How the decoder layers' linears are stored. Embedding, norms, biases and head stay in `other_bytes` an element.
+
+    `group_size`: input features that share one 16-bit scale; None: one scale a row (a channel).
+    """
+
+    name: str
+    bits: int
+    group_size: int | None = None
+    other_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class WeightSize:
+    num_bytes: int
+    how: str  # where the number is from, for the user
+
+
+def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
+    """Weight bytes of the model at `path` (a folder, or a config.json alone).
+
+    `wanted`: a size ("40GiB"), a scheme ("fp8", "w4g64"), or None for the model as it is. Raises InputError where only
+    the weights themselves could tell.
+    """
+    config = read_config(path)
+    if wanted is not None:
+        try:
+            storage = parse_storage(wanted, config)
+        except ValueError:
+            return WeightSize(parse_bytes(wanted), "as given")
+        return WeightSize(storage_bytes(config, storage), f"{storage.name}, computed from config.json")
+    if path.is_dir() and (any(path.glob("*.safetensors")) or (path / REMOTE_HEADERS).is_file()):
+        return WeightSize(read_checkpoint(path).total_bytes, "from the safetensors headers")
+    storage = _declared_storage(path, config)
+    return WeightSize(storage_bytes(config, storage), f"{storage.name}, computed from config.json")
+
+
+def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
+    """ "bf16", "fp16", "fp32", "fp8", "int8", "w4" (the largest of groups 128, 64, 32 that divides) or "w4g64".
+
+    Raises ValueError when `text` is no scheme, InputError when its group size does not divide this model.
+    """
+    text = text.lower()
+    if text in ("bf16", "fp16"):
+        return WeightStorage(text, 16)
+    if text == "fp32":
+        return WeightStorage(text, 32, other_bytes=4)
+    if text in ("fp8", "int8"):
+        return WeightStorage(f"{text}, a scale a row", 8)
+    match = re.fullmatch(r"w4(?:g(\d+))?", text)
+    if not match:
+        raise ValueError(text)
+    widths = sorted({linear.in_features for linear in linear_shapes(config)})
+    sizes = [int(match.group(1))] if match.group(1) else _AUTO_GROUPS
+    dividing = [size for size in sizes if size and all(width % size == 0 for width in widths)]
+    if not dividing:
+        raise InputError(f"--weights {text}: no group of {sizes} divides all input widths {widths}")
+    return WeightStorage(f"w4g{dividing[0]}", 4, dividing[0])
+
+
+def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
+    """The linears of the decoder layers, by kind. Raises InputError for an architecture that is not known."""
+    arch, shape = ModelArchitecture.from_config(config), ModelArchitecture.from_config(config).shape
+    merged = {**config, **config.get("text_config", {})}
+    hidden, ffn, layers = arch.hidden_size, arch.intermediate_size, arch.num_layers
+    q_rows = arch.num_attention_heads * arch.head_dim
+    kv_rows = arch.num_kv_heads * arch.head_dim
+
+    def has(bias: bool | str) -> bool:
+        return bool(merged.get(bias, False)) if isinstance(bias, str) else bias
+
+    qkv_bias, mlp_bias = has(shape.qkv_bias), has(shape.mlp_bias)
+    return [
+        LinearShape("q_proj", q_rows, hidden, layers, qkv_bias),
+        LinearShape("k_proj", kv_rows, hidden, layers, qkv_bias),
+        LinearShape("v_proj", kv_rows, hidden, layers, qkv_bias),
+        LinearShape("o_proj", hidden, q_rows, layers, has(shape.o_bias)),
+        LinearShape("gate_proj", ffn, hidden, layers, mlp_bias),
+        LinearShape("up_proj", ffn, hidden, layers, mlp_bias),
+        LinearShape("down_proj", hidden, ffn, layers, mlp_bias),
+    ]
+
+
+def other_parameters(config: dict[str, Any]) -> int:
+    """Embedding, head (unless tied), norms and biases: what every scheme leaves in 16 bit."""
+    arch = ModelArchitecture.from_config(config)
+    embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
+    norms = (arch.num_layers * arch.shape.norms_per_layer + 1) * arch.hidden_size
+    qk_norms = 2 * arch.head_dim * arch.num_layers if arch.shape.qk_norm else 0
+    biases = sum(linear.out_features * linear.count for linear in linear_shapes(config) if linear.bias)
+    return embeddings + norms + qk_norms + biases
+
+
+def parameter_count(config: dict[str, Any]) -> int:
+    """Parameters, a tied head counted once."""
+    linears = sum(linear.out_features * linear.in_features * linear.count for linear in linear_shapes(config))
+    return linears + other_parameters(config)
+
+
+def storage_bytes(config: dict[str, Any], storage: WeightStorage) -> int:
+    """Bytes of all tensors in the compressed-tensors layout (symmetric), as llmq and llm-compressor write it."""
+    if "text_config" in config:
+        raise InputError(
+            "this config.json describes more than a text decoder, whose weights it does not give; "
+            "say how many bytes they take: --weights 40GiB"
+        )
+    total = other_parameters(config) * storage.other_bytes
+    for linear in linear_shapes(config):
+        total += linear.count * _linear_bytes(linear, storage)
+    return total
+
+
+def _linear_bytes(linear: LinearShape, storage: WeightStorage) -> int:
+    rows, width = linear.out_features, linear.in_features
+    if storage.bits >= 16:
+        return rows * width * storage.bits // 8
+    if storage.bits == 8:
+        return rows * width + 2 * rows
+    words = -(-width * storage.bits // 32)  # 4-bit values lie in int32 words, a row at a time
+    shape = 2 * 8  # of the tensor `weight_shape`
+    return rows * words * 4 + 2 * rows * (width // (storage.group_size or width)) + shape
+
+
+def _declared_storage(path: Path, config: dict[str, Any]) -> WeightStorage:
+    """What the quantization config of a folder without weights says they are stored as."""
+    quantization = read_quantization(path, config)
+    dtype = ModelArchitecture.from_config(config).dtype
+    if quantization is None:
+        return WeightStorage(dtype, 8 * _DTYPE_BYTES.get(dtype, 2), other_bytes=_DTYPE_BYTES.get(dtype, 2))
+    method = quantization.get("quant_method")
+    schemes = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    if method == "compressed-tensors" and len(schemes) == 1:
+        bits, group = schemes[0].get("num_bits"), schemes[0].get("group_size")
+        if bits == 8 or (bits == 4 and schemes[0].get("type") == "int"):
+            return WeightStorage(f"{method}, {bits} bit", bits, group if group and group > 0 else None)
+    raise InputError(
+        f"how many bytes weights quantized by {method!r} take is not known from their config alone; "
+        "say it: --weights 40GiB, or a scheme (bf16, fp8, int8, w4, w4g64)"
+    )
