@@ -3,8 +3,8 @@
 Two kinds of line, one kind a file. PROMPT is any of "query", "question", "prompt"; GOLD of "gold", "answer", "label".
   multiple choice  {PROMPT: text, "choices": [text, ...], GOLD: index from 0, the right choice's text, or its letter}
   generation       {PROMPT: text, "answer": text}
-The prompt goes to the model as written. A choice is scored as the continuation " " + choice; a generated answer counts
-when it equals the reference, white space around both taken off.
+The prompt goes to the model as written, and each choice is scored as its continuation, joined by one space (however
+many the file has there). A generated answer counts when it equals the reference, white space around both taken off.
 """
 
 import hashlib
@@ -81,9 +81,12 @@ def _parse_line(line: bytes) -> tuple[Kind, dict[str, Any]]:
         raise LineError("the prompt is not a text with something in it")
     if "choices" in fields:
         choices = fields["choices"]
-        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-            raise LineError("'choices' is not a list of two texts or more")
-        return "multiple_choice", {"prompt": prompt, "choices": choices, "gold": _gold(fields, choices)}
+        if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
+            raise LineError("'choices' is not a list of texts")
+        choices = [choice.strip() for choice in choices]
+        if len(set(choices)) != len(choices) or len(choices) < 2:
+            raise LineError(f"'choices' needs two or more different texts, these are {choices}")
+        return "multiple_choice", {"prompt": prompt.rstrip(" "), "choices": choices, "gold": _gold(fields, choices)}
     answer = fields.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
@@ -104,8 +107,8 @@ def _gold(fields: dict, choices: list[str]) -> int:
     """The right choice's 0-based index, given as such, as the choice's own text, or as a letter (A: the first)."""
     gold = _one_of(fields, GOLD_KEYS)
     if isinstance(gold, str):
-        if choices.count(gold) == 1:
-            return choices.index(gold)
+        if gold.strip() in choices:
+            return choices.index(gold.strip())
         letters = string.ascii_uppercase[: len(choices)]
         if len(gold) == 1 and gold in letters:
             return letters.index(gold)

@@ -22,7 +22,7 @@ def load_named_tasks(names: list[str]) -> dict[str, Any]:
 
     manager = TaskManager(include_defaults=False, include_path=_folders_that_name(names))
     if any(name not in manager.task_index for name in names):
-        manager = TaskManager()  # all of lm-eval's 14,000 files
+        manager = _index_of_all()
     for name in names:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
@@ -35,18 +35,25 @@ def load_named_tasks(names: list[str]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for name in names:
         try:
-            tasks |= manager.load([name])["tasks"]
-        except KeyError:  # a group whose members live in other folders
-            manager = TaskManager()
             tasks |= _load(manager, name)
-        except Exception as error:
-            raise _unreachable(manager, name, error) from error
+        except KeyError:  # a group whose members live in other folders
+            manager = _index_of_all()
+            tasks |= _load(manager, name)
     return tasks
+
+
+def _index_of_all() -> Any:
+    """All of lm-eval's 14,000 files: some seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
     try:
         return manager.load([name])["tasks"]
+    except KeyError:
+        raise
     except Exception as error:
         raise _unreachable(manager, name, error) from error
 

@@ -1,0 +1,103 @@
+"""Runs lm-eval tasks on an EngineLM: lm-eval's own prompts and metrics, our engine's scores."""
+
+import logging
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmq.evals.harness import EngineLM, HarnessCounts
+from llmq.profiles.errors import InputError
+
+# lm-eval's own defaults, so that few-shot examples are the ones it would draw.
+_FEWSHOT_SEED = 1234
+_RANDOM_SEED = 0
+
+_STDERR = "_stderr"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task. `stderr` is lm-eval's bootstrap or analytic standard error, None where it has none."""
+
+    task: str
+    metric: str  # with its filter where that is not the default: "exact_match,strict-match"
+    value: float
+    stderr: float | None
+    num_items: int
+    num_fewshot: int
+    higher_is_better: bool | None
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    scores: list[Score]
+    counts: HarnessCounts
+    first_token_ids: list[int]
+    samples: dict[str, list[dict[str, Any]]]  # task -> what lm-eval logs of each item
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "scores": [asdict(score) for score in self.scores],
+            "counts": self.counts.to_dict(),
+            "first_token_ids": self.first_token_ids,
+        }
+
+
+def run_tasks(
+    lm: EngineLM,
+    tasks: dict[str, Any],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+) -> TaskRun:
+    """`tasks` by name, as `tasks.load_named_tasks` and `own_set.as_lm_eval_task` make them.
+
+    `limit`: the first so many items of each. `num_fewshot` None: each task's own. Raises InputError where the model
+    has no chat template to apply.
+    """
+    import numpy as np
+    from lm_eval import evaluator
+
+    if apply_chat_template and lm.chat_template(True) is None:
+        raise InputError("--apply-chat-template: this model has no chat template (chat_template.jinja)")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for task in tasks.values():
+        if num_fewshot is not None:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    random.seed(_RANDOM_SEED)
+    np.random.seed(_FEWSHOT_SEED)
+    results = evaluator.evaluate(
+        lm,
+        {"tasks": tasks},
+        limit=limit,
+        apply_chat_template=apply_chat_template,
+        fewshot_as_multiturn=apply_chat_template,
+        bootstrap_iters=1000,
+    )
+    return TaskRun(_scores(results), lm.counts, lm.first_token_ids, results["samples"])
+
+
+def _scores(results: dict[str, Any]) -> list[Score]:
+    scores = []
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            name, _, filter_name = key.partition(",")
+            if not filter_name or name.endswith(_STDERR):
+                continue
+            stderr = metrics.get(f"{name}{_STDERR},{filter_name}")
+            scores.append(
+                Score(
+                    task=task,
+                    metric=name if filter_name == "none" else key,
+                    value=float(value),
+                    stderr=float(stderr) if isinstance(stderr, int | float) else None,
+                    num_items=results["n-samples"][task]["effective"],
+                    num_fewshot=results["n-shot"][task],
+                    higher_is_better=results["higher_is_better"].get(task, {}).get(name),
+                )
+            )
+    return scores

@@ -1,0 +1,94 @@
+"""A local JSONL through lm-eval on a real engine."""
+
+import json
+import socket
+
+import pytest
+
+from llmq.evals.harness import EngineLM
+from llmq.evals.own_set import as_lm_eval_task, read_own_set
+from llmq.evals.task_run import run_tasks
+from llmq.evals.tasks import load_named_tasks
+from llmq.profiles.errors import InputError
+from llmq.runtime.frontend.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama):
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.engine import Engine
+
+    config = EngineConfig(model=str(tiny_llama()), device="cpu", kv_cache_memory_bytes=8 << 20, threads=1)
+    return Engine.from_config(config)
+
+
+@pytest.fixture
+def lm(engine, tiny_llama) -> EngineLM:
+    return EngineLM(engine, Tokenizer.from_folder(tiny_llama()))
+
+
+def write(path, items):
+    path.write_text("\n".join(map(json.dumps, items)))
+    return path
+
+
+def test_multiple_choice_picks_the_likelier_continuation(lm, tmp_path):
+    contexts = ["the value", "an object", "return", "a class"]
+    items = [{"query": context, "choices": ["of", "import", "is not"], "gold": 0} for context in contexts]
+    run = run_tasks(lm, {"mine": as_lm_eval_task(read_own_set(write(tmp_path / "mine.jsonl", items)))})
+    samples = run.samples["mine"]
+    assert samples[0]["arguments"][0] == ("the value", " of")
+    picked = [max(range(3), key=lambda i, s=s: float(s["filtered_resps"][i][0])) for s in samples]
+    accuracy = next(score for score in run.scores if score.metric == "acc")
+    assert (accuracy.value, accuracy.num_items, accuracy.num_fewshot) == (picked.count(0) / 4, 4, 0)
+    assert run.counts.num_likelihoods == 12
+
+
+def test_generation_counts_an_answer_equal_up_to_white_space(lm, tmp_path):
+    items = [{"prompt": p, "answer": "?"} for p in ("the value", "an object")]
+    first = run_tasks(lm, {"gen": as_lm_eval_task(read_own_set(write(tmp_path / "a.jsonl", items)), 8)})
+    said = [sample["resps"][0][0] for sample in first.samples["gen"]]
+    items = [{"prompt": "the value", "answer": f" {said[0].strip()}\n"}, {"prompt": "an object", "answer": "no such"}]
+    run = run_tasks(lm, {"gen": as_lm_eval_task(read_own_set(write(tmp_path / "b.jsonl", items)), 8)}, num_fewshot=0)
+    assert [(s.metric, s.value) for s in run.scores] == [("exact_match", 0.5)]
+
+
+def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
+    items = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(6)]
+    task = as_lm_eval_task(read_own_set(write(tmp_path / "chat.jsonl", items)), 4)
+    run = run_tasks(lm, {"chat": task}, limit=3, num_fewshot=2, apply_chat_template=True)
+    prompts = [sample["arguments"][0][0] for sample in run.samples["chat"]]
+    assert len(prompts) == 3
+    assert all(prompt.count("<|im_start|>user") == 3 for prompt in prompts)
+    assert prompts[1].endswith("question 1<|im_end|>\n<|im_start|>assistant\n")
+    assert run.first_token_ids[0] == 1
+    assert run.first_token_ids[1] != 1
+
+
+def test_a_model_without_a_template_is_refused_before_any_work(lm, monkeypatch):
+    monkeypatch.setattr(lm._tokenizer, "chat_template", None)
+    with pytest.raises(InputError, match="this model has no chat template"):
+        run_tasks(lm, {}, apply_chat_template=True)
+
+
+def test_a_task_whose_data_cannot_be_reached_is_refused_naming_the_data(monkeypatch):
+    import huggingface_hub.constants as hub
+
+    with socket.socket() as free:  # bound and not listening: every connection is refused
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+        monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+        with pytest.raises(InputError, match=r"task arc_easy: its data, allenai/ai2_arc \(ARC-Easy\), could not be"):
+            load_named_tasks(["arc_easy"])
+
+
+def test_a_mistyped_task_gets_the_nearest_names(monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    from llmq.evals import tasks
+
+    arc = tasks._folders_that_name(["arc_easy"])
+    assert "arc" in [folder.name for folder in arc]
+    monkeypatch.setattr(tasks, "_index_of_all", lambda: TaskManager(include_defaults=False, include_path=arc))
+    with pytest.raises(InputError, match=r"lm-eval has no task 'arc_eazy' .*arc_easy"):
+        load_named_tasks(["arc_eazy"])
