@@ -22,6 +22,7 @@ __all__ = [
     "format_duration",
     "heading",
     "print_json",
+    "print_notes",
     "print_table",
     "print_text",
     "progress",
@@ -45,7 +46,7 @@ def print_json(content: Any) -> None:
 def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table on stdout. A column whose name begins with ">" is set flush right; cells are shown as they are.
 
-    In a pipe the table is plain and never folded. An empty string in place of a row's cells ([]) draws a rule.
+    In a pipe the table is plain and never folded. A row without cells ([]) draws a rule.
     """
     from rich import box
     from rich.table import Table
@@ -56,6 +57,7 @@ def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequen
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_header=any(name.strip(">") for name in columns),
+        show_edge=False,
         header_style="bold",
         pad_edge=False,
     )
@@ -68,6 +70,14 @@ def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequen
         else:
             table.add_section()
     _stdout().print(table)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Remarks that belong to the result, one line each, to stdout."""
+    from rich.text import Text
+
+    for note in notes:
+        _stdout().print(Text(f"- {note}"))
 
 
 def heading(text: str) -> None:

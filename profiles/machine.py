@@ -22,25 +22,29 @@ class GPU:
 def usable_cores() -> int:
     """Logical cores that this process may run on at once: its affinity, and its cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(_cgroup("cpu.max")).partition(" ")
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if not quota:
+        quota, period = _cgroup("cpu.cfs_quota_us"), _cgroup("cpu.cfs_period_us")
     return max(1, min(cores, int(quota) // int(period))) if quota.isdigit() and period else cores
 
 
 def total_memory_bytes() -> int:
     """RAM that this process may use: the machine's, or its cgroup's limit if that is less."""
     total = _meminfo().get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *_cgroup_limit()])
+    return min(total, _cgroup_limit() or total)
 
 
 def available_memory_bytes() -> int:
     """RAM that this process may still take: the machine's MemAvailable, or what its cgroup's limit leaves if less."""
     available = _meminfo().get("MemAvailable") or total_memory_bytes()
-    for limit in _cgroup_limit():
-        # The page cache counts as used by the cgroup, and is given up on demand.
-        stat = dict(line.split() for line in _read(_cgroup("memory.stat")).splitlines())
-        used = int(_read(_cgroup("memory.current")) or 0) - int(stat.get("inactive_file", 0))
-        available = min(available, max(0, limit - used))
-    return available
+    limit = _cgroup_limit()
+    if limit is None:
+        return available
+    # The page cache counts as used by the cgroup, and is given up on demand.
+    stat = dict(line.split() for line in _cgroup("memory.stat").splitlines())
+    cache = int(stat.get("total_inactive_file") or stat.get("inactive_file", 0))
+    used = int(_cgroup("memory.current") or _cgroup("memory.usage_in_bytes") or 0) - cache
+    return min(available, max(0, limit - used))
 
 
 def _meminfo() -> dict[str, int]:
@@ -48,18 +52,25 @@ def _meminfo() -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
 
 
-def _cgroup_limit() -> list[int]:
-    limit = _read(_cgroup("memory.max"))
-    return [int(limit)] if limit.isdigit() else []
+def _cgroup_limit() -> int | None:
+    limit = _cgroup("memory.max") or _cgroup("memory.limit_in_bytes")
+    return int(limit) if limit.isdigit() else None
 
 
-def _cgroup(name: str) -> Path:
-    """A file of this process's cgroup (version 2), or of the root that a container sees as its own."""
+def _cgroup(name: str) -> str:
+    """A file of this process's cgroup, of version 2 or 1; "" where there is none.
+
+    In a container the own path may not be visible: the root is then the container's own.
+    """
+    controller = name.partition(".")[0]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
-        own = _CGROUP / line.rpartition(":")[2].lstrip("/") / name
-        if line.startswith("0::") and own.is_file():
-            return own
-    return _CGROUP / name
+        _, controllers, path = line.split(":", 2)
+        root = _CGROUP if not controllers else _CGROUP / controllers
+        if not controllers or controller in controllers.split(","):
+            for folder in (root / path.lstrip("/"), root):
+                if content := _read(folder / name):
+                    return content
+    return ""
 
 
 def _read(path: Path) -> str:

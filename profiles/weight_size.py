@@ -12,7 +12,6 @@ from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
 
 _AUTO_GROUPS = (128, 64, 32)
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,21 @@ def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
         try:
             storage = parse_storage(wanted, config)
         except ValueError:
-            return WeightSize(parse_bytes(wanted), "as given")
-        return WeightSize(storage_bytes(config, storage), f"{storage.name}, computed from config.json")
+            return WeightSize(_given_bytes(wanted), "as given")
+        return WeightSize(storage_bytes(config, storage), f"{storage.name}, by config.json")
     if path.is_dir() and (any(path.glob("*.safetensors")) or (path / REMOTE_HEADERS).is_file()):
-        return WeightSize(read_checkpoint(path).total_bytes, "from the safetensors headers")
+        return WeightSize(read_checkpoint(path).total_bytes, "as stored")
     storage = _declared_storage(path, config)
-    return WeightSize(storage_bytes(config, storage), f"{storage.name}, computed from config.json")
+    return WeightSize(storage_bytes(config, storage), f"{storage.name}, by config.json")
+
+
+def _given_bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InputError:
+        raise InputError(
+            f"--weights {text}: give a scheme (bf16, fp16, fp32, fp8, int8, w4, w4g64) or a size (40GiB, 40GB)"
+        ) from None
 
 
 def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
@@ -75,7 +83,7 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
     if text == "fp32":
         return WeightStorage(text, 32, other_bytes=4)
     if text in ("fp8", "int8"):
-        return WeightStorage(f"{text}, a scale a row", 8)
+        return WeightStorage(text, 8)
     match = re.fullmatch(r"w4(?:g(\d+))?", text)
     if not match:
         raise ValueError(text)
@@ -155,7 +163,7 @@ def _declared_storage(path: Path, config: dict[str, Any]) -> WeightStorage:
     quantization = read_quantization(path, config)
     dtype = ModelArchitecture.from_config(config).dtype
     if quantization is None:
-        return WeightStorage(dtype, 8 * _DTYPE_BYTES.get(dtype, 2), other_bytes=_DTYPE_BYTES.get(dtype, 2))
+        return parse_storage({"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), config)
     method = quantization.get("quant_method")
     schemes = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
     if method == "compressed-tensors" and len(schemes) == 1:

@@ -1,0 +1,103 @@
+"""Who fits: the memory of one rank, its share of the weights, and the KV blocks that the rest holds."""
+
+from dataclasses import dataclass, replace
+
+from llmq.profiles.architecture import AttentionLayer, ModelArchitecture
+from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.weight_size import WeightSize
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the blocks of one rank live, and how much of it they get."""
+
+    name: str
+    num_bytes: int
+    kv_cache_bytes: int  # negative when the weights alone do not fit
+    holds_weights: bool = True
+
+
+def whole_memory(name: str, num_bytes: int, weight_bytes: int) -> Memory:
+    """`num_bytes` of which weights and blocks may take all. `weight_bytes`: of one rank."""
+    return Memory(name, num_bytes, num_bytes - weight_bytes)
+
+
+def gpu_memory(name: str, num_bytes: int, utilization: float, weight_bytes: int) -> Memory:
+    """A GPU of which weights and blocks may take the share `utilization`, as in `llmq serve`."""
+    return Memory(name, num_bytes, int(num_bytes * utilization) - weight_bytes)
+
+
+def shared_memory(name: str, num_bytes: int, share: float, weight_bytes: int) -> Memory:
+    """A machine's RAM: blocks take `share` of what the weights leave free."""
+    spare = num_bytes - weight_bytes
+    return Memory(name, num_bytes, int(spare * share) if spare > 0 else spare)
+
+
+def kv_cache_memory(num_bytes: int) -> Memory:
+    """Memory for blocks alone."""
+    return Memory("memory for KV blocks", num_bytes, num_bytes, holds_weights=False)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What sequences of `num_tokens` tokens take, and how many a memory holds.
+
+    `step_tokens`: tokens of one sequence that a step computes at most, which a window layer holds beyond its window.
+    """
+
+    architecture: ModelArchitecture
+    layout: KVCacheLayout  # of one rank
+    ranks: int
+    num_tokens: int
+    weights: WeightSize  # of all ranks together
+    step_tokens: int
+    memory: Memory | None = None
+
+    @property
+    def rank_weight_bytes(self) -> int:
+        """Evenly split: what ranks hold twice (norms, a KV head that several share) is below a thousandth."""
+        return -(-self.weights.num_bytes // self.ranks)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """What the mathematics needs for one sequence on one rank, no block rounded up."""
+        return self.layout.needed_bytes(self.num_tokens)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator holds for one sequence on one rank, in whole blocks."""
+        return self.layout.reserved_bytes(self.num_tokens, self.step_tokens)
+
+    @property
+    def uniform_bytes(self) -> int:
+        """One sequence if every layer kept every token: the estimate that overlooks windows."""
+        return self.layout.bytes_per_token * self.num_tokens
+
+    def without_gqa_bytes(self) -> int:
+        """One sequence on all ranks if each attention head had a K and V of its own."""
+        heads = self.architecture.num_attention_heads
+        layers = tuple(
+            AttentionLayer(heads, layer.head_dim_k, layer.head_dim_v, layer.window)
+            for layer in self.architecture.attention
+        )
+        spec = self.layout.groups[0].spec
+        layout = KVCacheLayout.of(
+            replace(self.architecture, attention=layers), spec.dtype.name, dynamic_scales=spec.dtype.scale_bytes > 0
+        )
+        return layout.needed_bytes(self.num_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """What the runtime allocates in the memory that is left."""
+        return max(0, self.layout.num_blocks(self.memory.kv_cache_bytes)) if self.memory else 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of `num_tokens` tokens held at the same time, none sharing a block."""
+        return self.num_blocks // self.layout.blocks_for(self.num_tokens, self.step_tokens)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that all blocks hold: their whole capacity where no layer has a window."""
+        most = self.num_blocks * max(group.block_tokens for group in self.layout.groups)
+        return self.layout.longest_sequence(self.num_blocks, most, self.step_tokens)
