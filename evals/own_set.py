@@ -83,9 +83,9 @@ def _parse_line(line: bytes) -> tuple[Kind, dict[str, Any]]:
         choices = fields["choices"]
         if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
             raise LineError("'choices' is not a list of texts")
+        if len(choices) < 2:
+            raise LineError(f"'choices' needs two texts or more, this has {len(choices)}")
         choices = [choice.strip() for choice in choices]
-        if len(set(choices)) != len(choices) or len(choices) < 2:
-            raise LineError(f"'choices' needs two or more different texts, these are {choices}")
         return "multiple_choice", {"prompt": prompt.rstrip(" "), "choices": choices, "gold": _gold(fields, choices)}
     answer = fields.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
@@ -107,7 +107,7 @@ def _gold(fields: dict, choices: list[str]) -> int:
     """The right choice's 0-based index, given as such, as the choice's own text, or as a letter (A: the first)."""
     gold = _one_of(fields, GOLD_KEYS)
     if isinstance(gold, str):
-        if gold.strip() in choices:
+        if choices.count(gold.strip()) == 1:
             return choices.index(gold.strip())
         letters = string.ascii_uppercase[: len(choices)]
         if len(gold) == 1 and gold in letters:
@@ -119,7 +119,10 @@ def _gold(fields: dict, choices: list[str]) -> int:
 
 
 def as_lm_eval_task(own_set: OwnSet, max_gen_tokens: int = 128):
-    """An lm-eval ConfigurableTask over the set; few-shot examples come from its other items."""
+    """An lm-eval ConfigurableTask over the set; few-shot examples come from its other items.
+
+    A generation ends at a line's end, or, where a reference has several lines, at the model's own end.
+    """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -138,10 +141,15 @@ def as_lm_eval_task(own_set: OwnSet, max_gen_tokens: int = 128):
         config |= {"doc_to_choice": "choices", "doc_to_target": "gold"}
     else:
         metrics = ["exact_match"]
+        one_line = not any("\n" in item["answer"].strip() for item in own_set.items)
         config |= {
             "doc_to_target": "answer",
             "process_results": _exact_match,
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": max_gen_tokens, "do_sample": False},
+            "generation_kwargs": {
+                "until": ["\n"] if one_line else [],
+                "max_gen_toks": max_gen_tokens,
+                "do_sample": False,
+            },
         }
     config["metric_list"] = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics]
     return ConfigurableTask(config=config)

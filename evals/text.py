@@ -46,7 +46,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
+        raise InputError(f"the text {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 

@@ -1,0 +1,149 @@
+"""The verb, in this process, on a tiny model."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from llmq.cli.main import main
+
+
+@pytest.fixture
+def llmq(monkeypatch, capsys):
+    """llmq(*arguments) -> (exit code, stdout, stderr)."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["llmq", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        out, err = capsys.readouterr()
+        return exit_info.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("The value of an expression, or of a class, is an object.\nimport returns it.\n" * 30)
+    return path
+
+
+def strided_nll(folder, text: str, window: int, stride: int) -> tuple[list[float], int]:
+    """NLL of every token but the first, each with as much context as overlapping windows give it, by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    nll, scored_to = [], 1
+    for begin in range(0, len(ids), stride):
+        part = torch.tensor([ids[begin : begin + window]])
+        with torch.no_grad():
+            log_probs = model(part).logits[0, :-1].log_softmax(-1)
+        token_nll = -log_probs.gather(-1, part[0, 1:, None])[:, 0]  # [i]: of token begin + 1 + i
+        nll += token_nll[scored_to - begin - 1 :].tolist()
+        scored_to = begin + part.shape[1]
+        if scored_to == len(ids):
+            return nll, len(ids)
+    raise AssertionError
+
+
+def test_perplexity_equals_an_independent_computation_each_token_scored_once(llmq, tiny_llama, text_file):
+    """C16."""
+    folder, text = tiny_llama(), text_file.read_text()
+    code, out, _ = llmq("eval", folder, "--ppl", text_file, "--window", 64, "--stride", 32, "--json", "--threads", 1)
+    assert code == 0
+    record = json.loads(out)
+    measured = record["text"]["perplexity"]
+    nll, num_tokens = strided_nll(folder, text, 64, 32)
+    assert measured["num_scored"] == len(nll) == num_tokens - 1
+    assert measured["token_ppl"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-4)
+    mean = sum(nll) / len(nll)
+    assert measured["word_ppl"] == pytest.approx(math.exp(mean * num_tokens / len(text.split())), rel=1e-4)
+    assert measured["bits_per_byte"] == pytest.approx(mean / math.log(2) * num_tokens / len(text), rel=1e-4)
+    assert (measured["window"], measured["stride"]) == (64, 32)
+    assert record["text"]["first_token_ids"][0] != 1
+    assert record["model"]["fingerprint"]["dtype"] == "fp32"
+
+
+def test_the_table_names_every_measure_with_its_definition_and_the_options(llmq, tiny_llama, text_file):
+    _, out, err = llmq("eval", tiny_llama(), "--ppl", text_file, "--window", 64, "--stride", 32, "--threads", 1)
+    for name in (
+        "token perplexity",
+        "word perplexity",
+        "bits per byte",
+        "stride 32",
+        "of 64",
+        "exp of the mean negative",
+    ):
+        assert name in out
+    assert "no BOS" in err
+    assert "first ids [" in err
+
+
+def test_divergence_equals_transformers_on_two_models_and_is_zero_for_one(llmq, tiny_llama, text_file, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, cand = tiny_llama(), tiny_llama(rms_norm_eps=0.1)
+    saved = tmp_path / "result.json"
+    arguments = ["--ppl", text_file, "--window", 100, "--limit", 2, "--threads", 1, "--json"]
+    code, out, _ = llmq("eval", cand, "--baseline", base, "-o", saved, *arguments)
+    assert code == 0
+    assert json.loads(saved.read_text()) == json.loads(out)
+    measured = json.loads(out)["text"]["divergence"]
+
+    ids = AutoTokenizer.from_pretrained(base).encode(text_file.read_text())
+    kl, same = [], []
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (base, cand)]
+    for begin in (0, 100):
+        part = torch.tensor([ids[begin : begin + 100]])
+        with torch.no_grad():
+            p, q = (model(part).logits[0, :-1].log_softmax(-1) for model in models)
+        kl += (p.exp() * (p - q)).sum(-1).tolist()
+        same += (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert measured["num_positions"] == 198
+    assert measured["mean_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert measured["max_kl"] == pytest.approx(max(kl), rel=1e-3)
+    assert measured["top1_agreement"] == pytest.approx(sum(same) / len(same))
+
+    _, out, _ = llmq("eval", base, "--baseline", base, *arguments)
+    itself = json.loads(out)["text"]["divergence"]
+    assert (itself["mean_kl"], itself["top1_agreement"]) == (0.0, 1.0)
+    assert itself["baseline"]["token_ppl"] == itself["candidate"]["token_ppl"]
+
+
+def test_a_local_task_through_the_chat_template_has_one_bos(llmq, tiny_llama, tmp_path):
+    """C12: the ids that were sent, with the template and without."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(5)))
+    arguments = ["eval", tiny_llama(), "--data", path, "--json", "--threads", 1]
+    _, out, _ = llmq(*arguments, "--apply-chat-template")
+    with_template = json.loads(out)["tasks"]
+    assert with_template["first_token_ids"][0] == 1
+    assert with_template["first_token_ids"].count(1) == 1
+    assert [s["num_items"] for s in with_template["scores"]] == [5]
+    _, out, _ = llmq(*arguments)
+    assert 1 not in json.loads(out)["tasks"]["first_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ppl", "absent.txt"], "the text absent.txt cannot be read: No such file"),
+        (["--window", "512"], "--window 512 is longer than this model's context of 256 tokens"),
+        (["--window", "100", "--stride", "101"], "stride 101 is outside 1..100"),
+        (["--num-fewshot", "2"], "give --tasks or --data"),
+        (["--tasks", "x", "--stride", "2"], "give --ppl with them"),
+        (["--dtype", "float16"], "--dtype float16: one of auto, bf16"),
+        (["-o", "no/such/r.json"], "there is no folder"),
+        (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_would_work(llmq, tiny_llama, arguments, message):
+    code, out, err = llmq("eval", tiny_llama(), *arguments)
+    assert code == 2
+    assert message in err
+    assert not out
+    assert "Traceback" not in err
