@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmq.profiles.cache import cache_dir, locked, require_free_space, whole_folder
+from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.gguf_config import generation_config, model_config
 from llmq.profiles.gguf_tokenizer import write_tokenizer
@@ -30,7 +32,7 @@ def converted(source: Path, progress: Progress = silent) -> Path:
 
 
 def config_only(source: Path) -> Path:
-    """The folder of `source` when it is converted already, else one that holds its config.json and nothing else."""
+    """The folder of `source` when it is converted already, else one with everything but the weights."""
     full = cache_dir() / "gguf" / f"{source.stem}-{_fingerprint(source)}"
     if full.exists():
         return full
@@ -38,24 +40,43 @@ def config_only(source: Path) -> Path:
     with locked(target):
         if not target.exists():
             with whole_folder(target) as folder:
-                _write_json(folder / "config.json", _GGUF(source).config)
+                _write_small_files(_GGUF(source), folder)
     return target
+
+
+def read_gguf(source: Path) -> Checkpoint:
+    """What `source` itself holds, before any conversion: its own types and sizes under Hugging Face names."""
+    gguf = _GGUF(source)
+    tensors = {
+        tensor.info.name: replace(
+            tensor.info,
+            dtype=tensor.source.tensor_type.name,
+            num_bytes=int(tensor.source.n_bytes),
+            file=source.name,
+        )
+        for tensor in gguf.tensors
+    }
+    return Checkpoint(source, gguf.config, tensors, None)
 
 
 def convert(source: Path, folder: Path, progress: Progress = silent) -> None:
     """Write the Hugging Face folder of `source` into the empty `folder`: config, tokenizer, template, bf16 weights."""
     gguf = _GGUF(source)
     require_free_space(folder, sum(tensor.info.num_bytes for tensor in gguf.tensors), f"the bf16 copy of {source.name}")
-    write_tokenizer(gguf.fields, folder, gguf.config["max_position_embeddings"])
-    _write_json(folder / "generation_config.json", generation_config(gguf.fields))
+    _write_small_files(gguf, folder)
     _write_weights(gguf.tensors, folder, progress)
-    _write_json(folder / "config.json", gguf.config)
 
 
 def _fingerprint(source: Path) -> str:
     """Of the file's size and time: reading a large file for its hash would cost more than opening it."""
     stat = source.stat()
     return hashlib.sha256(f"{_CONVERTER} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+
+
+def _write_small_files(gguf: "_GGUF", folder: Path) -> None:
+    write_tokenizer(gguf.fields, folder, gguf.config["max_position_embeddings"])
+    _write_json(folder / "generation_config.json", generation_config(gguf.fields))
+    _write_json(folder / "config.json", gguf.config)
 
 
 class _GGUF:

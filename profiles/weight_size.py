@@ -73,7 +73,7 @@ def _given_bytes(text: str) -> int:
 
 
 def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
-    """ "bf16", "fp16", "fp32", "fp8", "int8", "w4" (the largest of groups 128, 64, 32 that divides) or "w4g64".
+    """The scheme called bf16, fp16, fp32, fp8, int8, w4g64, or w4: the largest of groups 128, 64, 32 that divides.
 
     Raises ValueError when `text` is no scheme, InputError when its group size does not divide this model.
     """
