@@ -62,10 +62,12 @@ class InputProcessor:
     def completion_prompts(self, prompt: Any) -> list[list[int]]:
         """`prompt` as the API takes it (text, ids, or a list of either) -> ids of each. Special tokens count."""
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-        if not isinstance(prompts, list) or not prompts:
-            raise InvalidRequestError(
-                "prompt must be a text, a list of token ids, or a list of these, not empty", param="prompt"
-            )
+        if not isinstance(prompts, list) or not all(
+            isinstance(one, str) or one == [] or _is_ids(one) for one in prompts
+        ):
+            raise InvalidRequestError("prompt must be a text, a list of token ids, or a list of these", param="prompt")
+        if not prompts:
+            raise InvalidRequestError("prompt must hold at least one prompt", param="prompt")
         if len(prompts) > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"prompt may hold at most {MAX_SEQUENCES} prompts, got {len(prompts)}", param="prompt"
@@ -82,7 +84,7 @@ class InputProcessor:
                     f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message['role']!r}",
                     param="messages",
                 )
-        self._check_length(sum(len(str(message["content"]).encode()) for message in messages), "messages")
+        self._check_length(sum(_num_bytes(message["content"], "messages") for message in messages), "messages")
         ids = self.tokenizer.encode_chat(list(messages))
         if not ids:
             raise InvalidRequestError("messages: the chat template makes no token of them", param="messages")
@@ -133,7 +135,7 @@ class InputProcessor:
 
     def _prompt_ids(self, prompt: Prompt, param: str) -> list[int]:
         if isinstance(prompt, str):
-            self._check_length(len(prompt.encode()), param)
+            self._check_length(_num_bytes(prompt, param), param)
             ids = self.tokenizer.encode(prompt)
         else:
             ids = list(prompt)
@@ -198,4 +200,12 @@ class InputProcessor:
 
 
 def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int) for item in prompt)
+    """A list of whole numbers, not empty. True and False are none, though Python says so."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
+
+
+def _num_bytes(text: str, param: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise InvalidRequestError(f"{param} is no valid Unicode text: {error.reason}", param=param) from None

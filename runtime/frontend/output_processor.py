@@ -26,7 +26,6 @@ class SequenceDelta:
     scored_tokens: list[ScoredToken] | None = None  # one per token, when log probabilities were asked for
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or token id that ended it; None for the model's own end
     error: str | None = None
 
 
@@ -52,7 +51,6 @@ class SequenceOutput:
         self.token_ids: list[int] = []
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self._tokenizer = tokenizer
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._matcher = StopStringMatcher(stop)
@@ -70,7 +68,7 @@ class SequenceOutput:
             if self._matcher.matched is not None:
                 break
         token_ids = output.new_token_ids[: len(offsets)]
-        finish_reason, stop_reason = self._finish(output)
+        finish_reason = "stop" if self._matcher.matched is not None else output.finish_reason
         if finish_reason is not None and self._matcher.matched is None:
             pieces.append(self._matcher.flush())
         text = "".join(pieces)
@@ -86,7 +84,6 @@ class SequenceOutput:
             scored_tokens=scored,
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=finish_reason,
-            stop_reason=stop_reason,
             error=output.error,
         )
 
@@ -97,12 +94,6 @@ class SequenceOutput:
         text = self._detokenizer.push(token_id)
         self._num_decoded += len(text)
         return text if len(self.token_ids) <= self._min_tokens else self._matcher.push(text)
-
-    def _finish(self, output: RequestOutput) -> tuple[FinishReason | None, str | int | None]:
-        if self._matcher.matched is not None:
-            return "stop", self._matcher.matched
-        stop_reason = output.stop_token_id if output.stop_token_id not in self._tokenizer.eos_token_ids else None
-        return output.finish_reason, stop_reason
 
 
 class OutputProcessor:

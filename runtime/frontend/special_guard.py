@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-# Characters of the last private-use plane, and digits, survive every normalizer, `|trim`, `|lower`, `|tojson`, `|escape`.
+# Private-use characters and digits survive every normalizer, `|trim`, `|lower`, `|tojson` and `|escape`.
 _PRIVATE_USE = range(0x100000, 0x10FFFD)
 
 

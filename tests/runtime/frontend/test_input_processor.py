@@ -36,6 +36,13 @@ def test_a_prompt_without_tokens_is_refused(processor: InputProcessor, prompt: o
     assert refused.value.param == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [None, 5, {}, [1, "a"], [[1, "a"]], [True], [[[1]]], [1.5], "\ud800", ["a\udfff"]])
+def test_a_prompt_of_another_shape_is_refused(processor: InputProcessor, prompt: object):
+    with pytest.raises(InvalidRequestError) as refused:
+        processor.completion_prompts(prompt)
+    assert refused.value.param == "prompt"
+
+
 def test_prompts_in_all_four_forms(processor: InputProcessor, byte_level: Tokenizer):
     ids = byte_level.encode("hello")
     assert processor.completion_prompts("hello") == [ids]

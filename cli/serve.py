@@ -1,0 +1,124 @@
+"""`llmq serve`: an OpenAI-shaped HTTP server on one model."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmq.cli import console
+from llmq.profiles.errors import InputError
+from llmq.profiles.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llmq.runtime.config import EngineConfig
+
+app = typer.Typer(add_completion=False)
+
+_DTYPES = {
+    "auto": "auto",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "fp32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+}
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
+    dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto (as --dtype), bf16, fp16, fp32.")] = "auto",
+    kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU to use.")] = 0.9,
+    max_model_len: Annotated[
+        str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
+    ] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
+    max_queue: Annotated[
+        int | None, typer.Option(min=0, help="Requests that may wait; more get 429. Without it: no limit.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV-cache of prompts that begin alike.")] = True,
+    served_model_name: Annotated[str | None, typer.Option(help="Default: the folder's name.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LLMQ_API_KEY", help="Wanted on every route but /health.", show_default=False)
+    ] = None,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
+
+    Also /health (does the engine move forward), /ready, /metrics (Prometheus), /version.
+
+    SIGTERM or Ctrl-C: new requests get 503, running ones finish, exit 0; a second signal ends at once. When the engine
+    dies every request gets 503 and the server exits with 1.
+    """
+    from llmq.profiles.checkpoint import find_model
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.server.server import ServerConfig
+    from llmq.runtime.server.server import serve as run_server
+
+    if tp != 1:
+        raise InputError(f"--tp {tp}: tensor parallelism is not built yet; leave it away or use --tp 1")
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device}: one of auto, cpu, cuda")
+    if not 0 < gpu_memory_utilization <= 1:
+        raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
+    if api_key == "":
+        raise InputError("--api-key is empty: give a key, or leave it away")
+    with console.progress() as progress:
+        path = find_model(model, progress=progress)
+    engine = EngineConfig(
+        model=str(path),
+        dtype=_dtype("--dtype", dtype),
+        kv_dtype=_dtype("--kv-dtype", kv_dtype),
+        device=device,
+        max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+        memory_utilization=gpu_memory_utilization,
+        enable_prefix_caching=prefix_caching,
+        threads=threads,
+    )
+    _check_memory(path, engine)
+    console.status(f"llmq serve: loading {path}")
+    exit_code = run_server(
+        ServerConfig(
+            engine=engine,
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            api_key=api_key,
+            max_queue=max_queue,
+            drain_timeout_s=drain_timeout,
+        )
+    )
+    raise typer.Exit(exit_code)
+
+
+def _dtype(flag: str, name: str) -> str:
+    if name not in _DTYPES:
+        raise InputError(f"{flag} {name}: one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _check_memory(path: "Path", engine: "EngineConfig") -> None:
+    """Refuse before any weight is read, and before torch is imported, what cannot fit."""
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.checkpoint import read_config
+    from llmq.runtime.memory import plan_kv_cache
+
+    if engine.kv_cache_memory_bytes is None:
+        return
+    architecture = ModelArchitecture.from_config(read_config(path))
+    own = {"bfloat16": "bf16", "float16": "fp16"}.get(architecture.dtype, "fp32")
+    dtype = own if engine.dtype == "auto" else engine.dtype
+    plan_kv_cache(architecture, engine, dtype if engine.kv_dtype == "auto" else engine.kv_dtype, 0)

@@ -1,0 +1,187 @@
+"""What a generation looks like to the client: text completions and chat completions, whole or in chunks."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmq.runtime.frontend.detokenizer import IncrementalDetokenizer
+from llmq.runtime.frontend.output_processor import ScoredToken, SequenceDelta
+from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.request import TokenLogprobs
+from llmq.runtime.server.generation import Choice
+from llmq.runtime.server.responses import CompletionLogprobs, Json, chat_logprobs
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What every object of one answer repeats."""
+
+    call_id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def json(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.call_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+
+class Answer(ABC):
+    """Deltas in; chunks out one by one, or one whole object at the end. An answer is used in one of the two ways."""
+
+    whole_kind: str
+    chunk_kind: str
+
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+
+    @abstractmethod
+    def chunk_choices(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
+        """The entries for `choices` that a delta makes, each for a chunk of its own; maybe none."""
+
+    @abstractmethod
+    def add(self, choice: Choice, delta: SequenceDelta) -> None:
+        """Keep a delta for `whole_choices`."""
+
+    @abstractmethod
+    def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
+        """The `choices` of the answer as one object."""
+
+    def chunks(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
+        return [self._head.json(self.chunk_kind, [entry]) for entry in self.chunk_choices(choice, delta)]
+
+    def usage_chunk(self, usage: Json) -> Json:
+        return self._head.json(self.chunk_kind, []) | {"usage": usage}
+
+    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
+        return self._head.json(self.whole_kind, self.whole_choices(choices)) | {"usage": usage}
+
+
+class TextAnswer(Answer):
+    """`/v1/completions`. With `echo` a choice begins with its prompt, and so do its log probabilities."""
+
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, *, echo: bool, logprobs: bool) -> None:
+        super().__init__(head, tokenizer)
+        self._echo = echo
+        self._with_logprobs = logprobs
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._text: dict[int, str] = {}
+        self._prompt_text: dict[int, str] = {}  # choices that have begun
+        self._prompt_scores: dict[
+            int, list[TokenLogprobs]
+        ] = {}  # by identity of the prompt: brought by its first choice
+
+    def chunk_choices(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
+        text, logprobs = self._take(choice, delta, CompletionLogprobs(self._tokenizer))
+        if not text and not delta.scored_tokens and delta.finish_reason is None:
+            return []
+        return [self._entry(choice, text, logprobs, delta.finish_reason)]
+
+    def add(self, choice: Choice, delta: SequenceDelta) -> None:
+        logprobs = self._logprobs.setdefault(choice.index, CompletionLogprobs(self._tokenizer))
+        text, _ = self._take(choice, delta, logprobs)
+        self._text[choice.index] = self._text.get(choice.index, "") + text
+
+    def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
+        return [
+            self._entry(one, self._text[one.index], self._logprobs[one.index], one.output.finish_reason)
+            for one in choices
+        ]
+
+    def _entry(self, choice: Choice, text: str, logprobs: CompletionLogprobs, finish_reason: str | None) -> Json:
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs.lists if self._with_logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+    def _take(
+        self, choice: Choice, delta: SequenceDelta, logprobs: CompletionLogprobs
+    ) -> tuple[str, CompletionLogprobs]:
+        """The text that a delta adds (the first time the echo too), its log probabilities added to `logprobs`."""
+        echoed = ""
+        if choice.index not in self._prompt_text:
+            echoed = self._begin(choice, delta, logprobs) if self._echo else ""
+            self._prompt_text[choice.index] = echoed
+        start = len(self._prompt_text[choice.index])
+        for scored in delta.scored_tokens or ():
+            logprobs.add(scored.logprobs.token_id, scored.logprobs, start + scored.text_offset)
+        return echoed + delta.text, logprobs
+
+    def _begin(self, choice: Choice, delta: SequenceDelta, logprobs: CompletionLogprobs) -> str:
+        ids = choice.prompt.token_ids
+        text, offsets = echoed_prompt(self._tokenizer, ids)
+        if self._with_logprobs:
+            scores = self._prompt_scores.setdefault(id(choice.prompt), delta.prompt_logprobs or [])
+            for token_id, scored, offset in zip(ids, [None, *scores], offsets, strict=True):
+                logprobs.add(token_id, scored, offset)
+        return text
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`."""
+
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        super().__init__(head, tokenizer)
+        self._with_logprobs = logprobs
+        self._begun: set[int] = set()
+        self._scored: dict[int, list[ScoredToken]] = {}
+
+    def chunk_choices(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
+        entries = []
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            entries.append(self._chunk(choice, {"role": "assistant", "content": ""}, None, None))
+        if delta.text or delta.scored_tokens:
+            entries.append(self._chunk(choice, {"content": delta.text}, delta.scored_tokens, None))
+        if delta.finish_reason is not None:
+            entries.append(self._chunk(choice, {}, None, delta.finish_reason))
+        return entries
+
+    def add(self, choice: Choice, delta: SequenceDelta) -> None:
+        self._scored.setdefault(choice.index, []).extend(delta.scored_tokens or ())
+
+    def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
+        return [
+            {
+                "index": one.index,
+                "message": {"role": "assistant", "content": one.output.text, "refusal": None},
+                "logprobs": self._logprobs(self._scored[one.index]),
+                "finish_reason": one.output.finish_reason,
+            }
+            for one in choices
+        ]
+
+    def _chunk(
+        self, choice: Choice, delta: Json, scored: Sequence[ScoredToken] | None, finish_reason: str | None
+    ) -> Json:
+        logprobs = None if scored is None else self._logprobs(scored)
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
+        return chat_logprobs(self._tokenizer, scored) if self._with_logprobs else None
+
+
+def echoed_prompt(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> tuple[str, list[int]]:
+    """(text of a prompt, offset of each token). Special tokens are shown, but not a BOS that is always added."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    text, offsets = "", []
+    for position, token_id in enumerate(prompt_token_ids):
+        offsets.append(len(text))
+        if not (position == 0 and tokenizer.adds_bos and token_id == tokenizer.bos_token_id):
+            text += detokenizer.push(token_id)
+    return text, offsets

@@ -1,0 +1,166 @@
+"""The requests of the OpenAI API as we honour them. A field that is not here is refused by name, never ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+
+# OpenAI's fields that are not built, with the values that ask for nothing and so do no harm.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+
+
+_SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationRequest(_Strict):
+    """What both kinds of request share. None: not given. Ranges are checked against the model by InputProcessor."""
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = Field(None, description="Accepted and not used.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = {
+            name: value
+            for name, value in data.items()
+            if name not in _NOT_BUILT or not (value is None or value in _NOT_BUILT[name])
+        }
+        if data.get("best_of") in (None, data.get("n") or 1):
+            data.pop("best_of", None)
+        return data
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields that SamplingParams has under the same names; logit_bias with whole numbers as keys."""
+        fields = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {int(token_id): value for token_id, value in self.logit_bias.items()}
+        return fields
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream true")
+        for token_id in self.logit_bias or ():
+            if not token_id.removeprefix("-").isdecimal() or len(token_id) > 20:
+                raise ValueError(f"logit_bias: keys must be token ids, got {token_id!r}")
+        return self
+
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+    ]
+}
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # checked by InputProcessor: it may hold 100,000 ids
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None or name in ("role", "content")}
+
+    def for_template(self) -> dict[str, Any]:
+        """Parts are joined by line breaks; `developer` is the newer word for `system`, which templates know."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: give max_completion_tokens or max_tokens, not two different ones")
+        return self
+
+
+def explain(error: ValidationError | Any) -> tuple[str, str | None]:
+    """(message, field at fault) of the first thing that pydantic found wrong; `error.errors()` as FastAPI gives it."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']}", None
+    if first["type"] == "extra_forbidden":
+        return f"{'.'.join(location)}: this field is not supported", location[0]
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        return message, message.split(":", 1)[0]
+    if not location:
+        return "the body must be a JSON object, sent with content-type application/json", None
+    if first["type"] == "missing":
+        return f"{'.'.join(location)}: this field is required", location[0]
+    return f"{'.'.join(location)}: {first['msg']}", location[0]

@@ -1,0 +1,195 @@
+"""The life of `llmq serve`: bind, start the engine, answer, drain, end."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from llmq.profiles.errors import FailedError, InputError
+from llmq.profiles.units import format_bytes
+from llmq.runtime.config import EngineConfig
+from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.server.app import create_app
+from llmq.runtime.server.engine_client import ENGINE_COMMAND, EngineClient, EngineDeadError
+from llmq.runtime.server.metrics import ServerMetrics
+from llmq.runtime.server.service import Service
+
+# What a client may take to read the last bytes of its answer after the engine is gone or the drain is over.
+LAST_WORDS_S = 5
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is served; `engine` says how it runs."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    served_model_name: str | None = None  # None: the folder's name
+    api_key: str | None = None
+    max_queue: int | None = None  # sequences that may wait beyond max_num_seqs; None: no limit
+    drain_timeout_s: float = 30.0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its signal handlers: ours let requests finish first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until a signal, and return the exit code: 0 after a drain, 1 when the engine died.
+
+    SIGTERM and SIGINT stop new requests (503), let the running ones finish for `drain_timeout_s`, then end; a second
+    signal ends at once (128 + its number). Raises InputError where the port or the model cannot be had.
+    """
+    listener = _bind(config.host, config.port)
+    tokenizer = Tokenizer.from_folder(config.engine.model)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Server(config, tokenizer, listener, engine_command).run())
+
+
+class _Server:
+    def __init__(
+        self, config: ServerConfig, tokenizer: Tokenizer, listener: socket.socket, engine_command: Sequence[str]
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._listener = listener
+        self._metrics = ServerMetrics()
+        self._client = EngineClient(config.engine, command=engine_command, on_stats=self._metrics.set_engine_stats)
+        self._signalled = asyncio.Event()
+        self._hurried_by: int | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            return await self._serve()
+        except EngineDeadError as error:  # it never started
+            kind = InputError if error.exit_code == 2 else FailedError
+            raise kind(str(error)) from None
+        finally:
+            await self._client.stop(kill=self._hurried_by is not None)
+            self._listener.close()
+
+    async def _serve(self) -> int:
+        starting = asyncio.ensure_future(self._client.start())
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return 0
+        info = starting.result()
+        service = Service(
+            self._client,
+            self._tokenizer,
+            info,
+            self._metrics,
+            model_name=self._config.served_model_name or Path(self._config.engine.model).resolve().name,
+            max_queue=self._config.max_queue,
+            max_num_seqs=self._config.engine.max_num_seqs,
+        )
+        server = _Uvicorn(
+            uvicorn.Config(
+                create_app(service, api_key=self._config.api_key),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=LAST_WORDS_S,
+            )
+        )
+        _listen(self._listener)
+        answering = asyncio.ensure_future(server.serve(sockets=[self._listener]))
+        self._say(_ready_line(service, self._config, self._listener))
+        died = asyncio.ensure_future(self._client.died.wait())
+        await asyncio.wait({answering, signalled, died}, return_when=asyncio.FIRST_COMPLETED)
+        if self._client.died.is_set():
+            self._say(f"llmq serve: {self._client.trouble()}")
+        elif signalled.done():
+            await self._drain(service, died)
+        server.should_exit = True
+        server.force_exit = self._hurried_by is not None
+        await answering
+        if self._hurried_by is not None:
+            return 128 + self._hurried_by
+        return self._client.exit_code
+
+    async def _drain(self, service: Service, died: asyncio.Future) -> None:
+        service.draining = True
+        if service.num_calls:
+            self._say(
+                f"llmq serve: finishing {service.num_calls} requests, at most {self._config.drain_timeout_s:g} s "
+                "(a second signal ends at once)"
+            )
+        deadline = asyncio.get_running_loop().time() + self._config.drain_timeout_s
+        while service.num_calls and not died.done() and self._hurried_by is None:
+            if asyncio.get_running_loop().time() > deadline:
+                self._say(f"llmq serve: {service.num_calls} requests are cut off")
+                break
+            await asyncio.sleep(0.02)
+
+    def _on_signal(self, number: int) -> None:
+        if self._signalled.is_set():
+            self._hurried_by = number
+        self._signalled.set()
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _ready_line(service: Service, config: ServerConfig, listener: socket.socket) -> str:
+    info, engine = service.info, config.engine
+    host, port = listener.getsockname()[:2]
+    parts = [
+        f"llmq serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1",
+        f"model {service.model_name}",
+        f"weights {format_bytes(info.weight_bytes)} on {info.device}",
+        f"KV-cache {info.num_blocks} blocks × {info.block_tokens} = {info.num_blocks * info.block_tokens} tokens, "
+        f"{format_bytes(info.kv_cache_bytes)}",
+        f"at most {info.max_model_len} tokens a request, {engine.max_num_seqs} requests and "
+        f"{engine.max_num_batched_tokens} tokens a step",
+        f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
+    ]
+    if service.tokenizer.chat_template is None:
+        parts.append("no chat template: /v1/chat/completions answers 400")
+    return " · ".join(parts)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Bound, so that nobody else takes the port while the model loads, and not listening: nothing is ready yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def _listen(listener: socket.socket) -> None:
+    """From here on connections wait to be answered. Linux finds two programs on one port only now."""
+    try:
+        listener.listen(1024)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

@@ -1,0 +1,197 @@
+"""Service: one model served by one engine. What the routes ask: may this call run, and then its answer."""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from llmq.runtime.frontend.errors import InvalidRequestError
+from llmq.runtime.frontend.input_processor import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_SEQUENCES,
+    InputProcessor,
+    check_range,
+)
+from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.request import EngineInfo
+from llmq.runtime.server.answers import Answer, AnswerHead, ChatAnswer, TextAnswer
+from llmq.runtime.server.engine_client import EngineClient
+from llmq.runtime.server.errors import ApiError, unavailable
+from llmq.runtime.server.generation import Generation, Prompt
+from llmq.runtime.server.metrics import ServerMetrics
+from llmq.runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+
+T = TypeVar("T")
+
+# A prompt of more characters (or ids) takes long enough to be worth a thread: /health must answer meanwhile.
+_LONG_TEXT = 20_000
+
+
+@dataclass
+class Call:
+    """A checked request, ready to run."""
+
+    generation: Generation
+    answer: Answer
+
+
+class Service:
+    """Turns requests into calls, and refuses those that cannot run: wrong (400), too many (429), not now (503)."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        metrics: ServerMetrics,
+        *,
+        model_name: str,
+        max_queue: int | None = None,
+        max_num_seqs: int = 64,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.info = info
+        self.metrics = metrics
+        self.model_name = model_name
+        self.fingerprint = fingerprint_id(info)
+        self.started_s = time.time()
+        self.draining = False
+        self.num_calls = 0  # being answered now
+        self._input = InputProcessor(tokenizer, info)
+        self._capacity = None if max_queue is None else max_num_seqs + max_queue
+
+    async def completion(self, request: CompletionRequest) -> Call:
+        """Raises ApiError."""
+        self.check_model(request.model)
+        echo, logprobs = bool(request.echo), request.logprobs
+        if request.max_tokens == 0 and (request.n or 1) > 1:
+            raise ApiError(400, "n must be 1 with max_tokens 0: nothing is generated", param="n")
+        # With nothing to generate, the prompt is scored even if nobody asked what the scores are.
+        prompt_logprobs = 0 if logprobs is None and request.max_tokens == 0 else logprobs
+        try:
+            check_range("logprobs", logprobs)
+            token_ids = await self._tokenize(self._input.completion_prompts, request.prompt)
+            prompts = [
+                Prompt(
+                    ids,
+                    self._input.sampling_params(
+                        len(ids),
+                        max_tokens=request.max_tokens,
+                        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+                        logprobs=logprobs,
+                        prompt_logprobs=prompt_logprobs if echo else None,
+                        **request.sampling_fields(),
+                    ),
+                )
+                for ids in token_ids
+            ]
+            generation = self._generation("cmpl", prompts, request)
+        except InvalidRequestError as error:
+            raise ApiError.from_invalid(error) from error
+        head = self._head(generation)
+        return Call(generation, TextAnswer(head, self.tokenizer, echo=echo, logprobs=logprobs is not None))
+
+    async def chat(self, request: ChatRequest) -> Call:
+        """Raises ApiError."""
+        self.check_model(request.model)
+        asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        try:
+            check_range("top_logprobs", request.top_logprobs)
+            ids = await self._tokenize(self._input.chat_prompt, [one.for_template() for one in request.messages])
+            params = self._input.sampling_params(
+                len(ids),
+                max_tokens=asked,
+                param="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
+                prompt_param="messages",
+                logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                **request.sampling_fields(),
+            )
+            generation = self._generation("chatcmpl", [Prompt(ids, params)], request)
+        except InvalidRequestError as error:
+            raise ApiError.from_invalid(error) from error
+        return Call(generation, ChatAnswer(self._head(generation), self.tokenizer, logprobs=bool(request.logprobs)))
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for any name but the served one."""
+        if name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here, {self.model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 while nothing new can run: shutting down, or the engine dead or standing still."""
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if (trouble := self.client.trouble()) is not None:
+            raise unavailable(trouble, "engine_unavailable")
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """A call is being answered: a shutdown waits for it."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+
+    async def counted(self, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """`counting` for a stream."""
+        with self.counting():
+            async with aclosing(stream):
+                async for event in stream:
+                    yield event
+
+    def _generation(self, kind: str, prompts: Sequence[Prompt], request: GenerationRequest) -> Generation:
+        """The last check, for room, and from here on the sequences count."""
+        n = 1 if request.n is None else request.n
+        check_range("n", n)
+        if n * len(prompts) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"n: {n} of {len(prompts)} prompts are more than the {MAX_SEQUENCES} sequences of a call", param="n"
+            )
+        stop = self._input.stop_strings(request.stop)
+        self._admit(n * len(prompts))
+        return Generation(f"{kind}-{uuid.uuid4().hex}", prompts, n, stop, self.tokenizer)
+
+    def _admit(self, num_sequences: int) -> None:
+        self.check_open()
+        if self._capacity is not None and self.client.num_unfinished + num_sequences > self._capacity:
+            raise ApiError(
+                429,
+                f"{self.client.num_unfinished} sequences are running or waiting, and the queue holds no more "
+                f"than {self._capacity}",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    async def _tokenize(self, encode: Callable[[Any], T], source: Any) -> T:
+        return await asyncio.to_thread(encode, source) if _num_characters(source) > _LONG_TEXT else encode(source)
+
+    def _head(self, generation: Generation) -> AnswerHead:
+        call_id = generation.choices[0].request.request_id.rsplit("-", 1)[0]
+        return AnswerHead(call_id, self.model_name, self.fingerprint)
+
+
+def fingerprint_id(info: EngineInfo) -> str:
+    """What decides the numerics, as one short word: equal words, equal arithmetic."""
+    facts = msgspec.json.encode(sorted(info.fingerprint.items()))
+    return f"llmq-{hashlib.sha256(facts).hexdigest()[:12]}"
+
+
+def _num_characters(source: Any) -> int:
+    if isinstance(source, dict):
+        return sum(map(_num_characters, source.values()))
+    if isinstance(source, list):
+        return sum(map(_num_characters, source))
+    return len(source) if isinstance(source, str) else 1
