@@ -1,6 +1,7 @@
 """`llmq eval`: perplexity, divergence from a baseline, and tasks, on the runtime that serves."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +11,13 @@ from llmq.cli import console
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
-    from llmq.evals.evaluation import Numerics, Subject, TextEvaluation
+    from llmq.evals.evaluation import Subject, TextEvaluation
+    from llmq.evals.numerics import Numerics
     from llmq.evals.task_run import TaskRun
 
 BUILTIN = "builtin"
+_DTYPES = {name: name for name in ("auto", "bf16", "fp16", "fp32")}
+_DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Above this share of generations that hit the cap or came back empty, a score says little about the model.
 _SUSPECT_SHARE = 0.02
 
@@ -44,7 +48,7 @@ def evaluate(
     Without --ppl, --tasks and --data: perplexity of a built-in English text that no calibration of llmq uses.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    _check_choices(dtype, kv_dtype, device)
+    numerics = _numerics(dtype, kv_dtype, device, threads)
     wants_tasks, wants_text = bool(tasks or data), bool(ppl or baseline or not (tasks or data))
     if not wants_tasks and (num_fewshot is not None or apply_chat_template):
         raise InputError("--num-fewshot and --apply-chat-template are about tasks: give --tasks or --data with them")
@@ -61,12 +65,9 @@ def evaluate(
         baseline_folder = find_model(baseline, progress=progress) if baseline else None
     loaded = _load_tasks(tasks, data) if wants_tasks else {}
 
-    from llmq.evals.evaluation import Numerics
-
-    numerics = Numerics(dtype, kv_dtype, device, threads)
     record = result.new_record() | {"model": None, "baseline": None, "text": None, "tasks": None}
     options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    record["options"] = options | {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "threads": threads}
+    record["options"] = options | asdict(numerics)
     if text is not None:
         subjects, evaluation = run_text(
             folder, text, ppl or BUILTIN, baseline_folder, numerics, (window, stride, limit)
@@ -151,16 +152,15 @@ def _both(key: str, candidate: Any, baseline: Any) -> list[str]:
     return [f"{getattr(measured, key):.4f}" for measured in (baseline, candidate) if measured is not None]
 
 
-def _check_choices(dtype: str, kv_dtype: str, device: str) -> None:
-    dtypes = ("auto", "bf16", "fp16", "fp32")
-    allowed = {
-        "--dtype": (dtype, dtypes),
-        "--kv-dtype": (kv_dtype, dtypes),
-        "--device": (device, ("auto", "cpu", "cuda")),
-    }
-    for flag, (value, values) in allowed.items():
-        if value not in values:
-            raise InputError(f"{flag} {value}: one of {', '.join(values)}")
+def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None) -> "Numerics":
+    from llmq.evals.numerics import Numerics
+
+    for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
+        if value not in _DTYPES:
+            raise InputError(f"{flag} {value}: one of {', '.join(_DTYPES)}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device}: one of auto, cpu, cuda")
+    return Numerics(_DTYPES[dtype], _DTYPES[kv_dtype], device, threads)
 
 
 def _read_text(source: str) -> str:

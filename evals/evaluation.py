@@ -7,6 +7,7 @@ from typing import Any
 from llmq.evals import divergence as divergence_module
 from llmq.evals import perplexity as perplexity_module
 from llmq.evals.divergence import Divergence, evaluate_divergence
+from llmq.evals.numerics import Numerics
 from llmq.evals.perplexity import Perplexity, evaluate_perplexity
 from llmq.evals.text import EncodedText, check_same_tokenizer
 from llmq.evals.windows import WindowPlan, plan_windows
@@ -18,16 +19,6 @@ from llmq.runtime.engine import Engine
 from llmq.runtime.frontend.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 2048
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """How engines compute, in the words of EngineConfig."""
-
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from llmq.profiles import hub
 from llmq.profiles.errors import InputError
-
-_HUB_PROBE_S = 3.0
 
 
 def load_named_tasks(names: list[str]) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def load_named_tasks(names: list[str]) -> dict[str, Any]:
             raise InputError(
                 f"lm-eval has no task {name!r}{hint}; a file of your own is evaluated with --data FILE.jsonl"
             )
-    if not _hub_is_reachable():
+    if not hub.is_reachable():  # asked once, so that no minutes of retries follow
         _go_offline()
     tasks: dict[str, Any] = {}
     for name in names:
@@ -91,25 +90,11 @@ def _folders_that_name(names: list[str]) -> list[Path]:
     return [root / folder for folder in sorted(folders)]
 
 
-def _hub_is_reachable() -> bool:
-    """One short request, so that a machine without a network is not kept waiting by minutes of retries."""
-    import httpx
-    import huggingface_hub.constants as hub
-
-    if hub.HF_HUB_OFFLINE:
-        return False
-    try:
-        httpx.head(hub.ENDPOINT, timeout=_HUB_PROBE_S)
-    except httpx.HTTPError:
-        return False
-    return True
-
-
 def _go_offline() -> None:
     """What HF_HUB_OFFLINE=1 does, for libraries that read it when they were imported: the local cache alone is used."""
     import datasets.config
-    import huggingface_hub.constants as hub
+    import huggingface_hub.constants
 
-    hub.HF_HUB_OFFLINE = True
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
     datasets.config.HF_HUB_OFFLINE = True
     logging.getLogger("datasets").setLevel(logging.ERROR)

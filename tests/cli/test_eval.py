@@ -136,7 +136,7 @@ def test_a_local_task_through_the_chat_template_has_one_bos(llmq, tiny_llama, tm
         (["--window", "100", "--stride", "101"], "stride 101 is outside 1..100"),
         (["--num-fewshot", "2"], "give --tasks or --data"),
         (["--tasks", "x", "--stride", "2"], "give --ppl with them"),
-        (["--dtype", "float16"], "--dtype float16: one of auto, bf16"),
+        (["--dtype", "int7"], "--dtype int7: one of auto, bf16"),
         (["-o", "no/such/r.json"], "there is no folder"),
         (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
     ],

@@ -72,8 +72,10 @@ def test_a_model_without_a_template_is_refused_before_any_work(lm, monkeypatch):
 
 
 def test_a_task_whose_data_cannot_be_reached_is_refused_naming_the_data(monkeypatch):
+    import datasets.config
     import huggingface_hub.constants as hub
 
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # both are put back afterwards
     with socket.socket() as free:  # bound and not listening: every connection is refused
         free.bind(("127.0.0.1", 0))
         monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
