@@ -55,7 +55,9 @@ def download_config(repo: str) -> Path:
         return _from_cache(repo, config_only=True)
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import NotASafetensorsRepoError
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # of the header reads, which take no class of their own
     with _hub_errors(repo):
         snapshot = Path(snapshot_download(repo, allow_patterns=_SMALL_FILES, tqdm_class=_bars(silent, "")))
         target = _headers_folder(repo, snapshot.name)
@@ -175,8 +177,6 @@ def _hub_errors(repo: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         token = "your token does not open it" if os.environ.get("HF_TOKEN") else "private ones need HF_TOKEN"
         raise InputError(f"{constants.ENDPOINT} has no model {repo} that you may see ({token})") from None
-    except errors.EntryNotFoundError as error:
-        raise InputError(f"{repo}: {str(error).splitlines()[0]}") from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError) as error:
         raise FailedError(f"{constants.ENDPOINT}, {repo}: {str(error).strip().splitlines()[0]}") from None
 
