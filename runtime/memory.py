@@ -28,9 +28,9 @@ def plan_kv_cache(
 ) -> KVCachePlan:
     """Blocks and longest request of an engine.
 
-    `available_bytes` is what the KV-cache may take where `--kv-cache-memory` does not say. Without `--max-model-len` the
-    longest request is what fits, up to the model's own context. Raises InputError where one request cannot fit, with
-    what it needs, what there is, and what would work.
+    `available_bytes` is what the KV-cache may take where `--kv-cache-memory` does not say. Without `--max-model-len`
+    the longest request is what fits, up to the model's own context. Raises InputError where one request cannot fit,
+    with what it needs, what there is, and what would work.
     """
     layout = KVCacheLayout.of(architecture, kv_dtype, block_tokens=config.block_tokens)
     context, step_tokens = architecture.max_position_embeddings, config.max_num_batched_tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
-from llmq.runtime.layers.linear import Linear, Weight, make_linear
+from llmq.runtime.layers.linear import DenseLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding
 from llmq.runtime.models.decoder import Decoder, DecoderLayer
 from llmq.runtime.models.families import DecoderFamily, family_of
@@ -58,8 +58,7 @@ class DecoderLoader:
     def load(self, max_model_len: int) -> Decoder:
         embedding = self._dense("model.embed_tokens.weight")
         if self.architecture.tie_word_embeddings:
-            head: Linear = make_linear([embedding], [None], self.dtype)
-            head.weight = embedding  # the same storage, so that it is held once
+            head: Linear = DenseLinear(embedding, None)  # the same storage: held once
         else:
             head = self._linear("lm_head")
         decoder = Decoder(

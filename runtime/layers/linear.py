@@ -31,7 +31,7 @@ class DenseLinear:
 
 
 class WeightOnlyLinear:
-    """A quantized weight with activations as they come (W4A16, W8A16): dequantized in tiles of its own size, then dense."""
+    """A quantized weight with activations as they come (W4A16, W8A16): dequantized for each call, then dense."""
 
     kernel = "dequantize"
 

@@ -52,10 +52,9 @@ class Decoder:
     def num_bytes(self) -> int:
         """Bytes of all weights in memory; a tied head counts once."""
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        tied = getattr(self.head, "weight", None) is self.embedding
-        return (
-            self.embedding.nbytes + sum(linear.num_bytes for linear in linears) + (0 if tied else self.head.num_bytes)
-        )
+        if getattr(self.head, "weight", None) is not self.embedding:
+            linears.append(self.head)
+        return self.embedding.nbytes + sum(linear.num_bytes for linear in linears)
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""

@@ -1,0 +1,95 @@
+"""The torch attention against the definition, over random ragged batches in a scattered store."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.attention.reference import ReferenceAttention
+from llmq.runtime.attention.sdpa import SdpaAttention
+from llmq.runtime.kv_store import KVStore, Slots
+
+SEQUENCES = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=5
+)  # (new tokens, tokens before)
+
+
+def build(sequences, heads, kv_heads, head_dim, window, block_tokens, seed):
+    """A store filled with random K and V of every sequence in shuffled blocks; the metadata; random queries."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = KVCacheSpec(kv_heads, head_dim, head_dim, KV_DTYPES["fp32"], window)
+    layout = KVCacheLayout((KVCacheGroup(spec, (0, 1), block_tokens),))
+    lengths = [new + before for new, before in sequences]
+    num_blocks = sum(-(-length // block_tokens) for length in lengths) + 3
+    store = KVStore(layout, num_blocks, torch.device("cpu"))
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    table = torch.zeros(len(sequences), max(-(-length // block_tokens) for length in lengths), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        for column in range(-(-length // block_tokens)):
+            table[row, column] = order.pop()
+        positions = torch.arange(length)
+        slots = table[row, positions // block_tokens] * block_tokens + positions % block_tokens
+        keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator)
+        store.write(1, keys, values, Slots(slots, block_tokens))
+    starts = [0]
+    for new, _ in sequences:
+        starts.append(starts[-1] + new)
+    metadata = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=table,
+        slots=Slots(torch.zeros(0, dtype=torch.int64), block_tokens),
+        block_tokens=block_tokens,
+        window=window,
+    )
+    return torch.randn(starts[-1], heads, head_dim, generator=generator), store, metadata
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequences=SEQUENCES,
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (3, 1)]),
+    window=st.sampled_from([None, 1, 7, 16]),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, seed):
+    queries, store, metadata = build(sequences, *heads, 8, window, block_tokens, seed)
+    made = [
+        backend(queries, 1, store, backend.prepare(metadata), 0.3)
+        for backend in (ReferenceAttention(), SdpaAttention())
+    ]
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_definition_equals_dense_attention():
+    queries, store, metadata = build([(12, 0)], 4, 2, 8, None, 4, 0)
+    keys, values = (
+        blocks[metadata.block_table[0]].flatten(0, 1)[:12].transpose(0, 1).repeat_interleave(2, dim=0)
+        for blocks in store.layer(1)
+    )
+    dense = torch.nn.functional.scaled_dot_product_attention(queries.transpose(0, 1), keys, values, is_causal=True)
+    made = ReferenceAttention()(queries, 1, store, metadata, 8**-0.5)
+    torch.testing.assert_close(made, dense.transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_layers_of_a_block_do_not_overlap(dtype):
+    """What is written for one layer of one block is there, and nowhere else."""
+    specs = (KVCacheSpec(2, 8, 4, KV_DTYPES[dtype]), KVCacheSpec(1, 8, 4, KV_DTYPES[dtype], window=8))
+    layout = KVCacheLayout((KVCacheGroup(specs[0], (0, 2), 2), KVCacheGroup(specs[1], (1, 3), 4)))
+    store = KVStore(layout, 3, torch.device("cpu"))
+    assert store.num_bytes == 3 * layout.block_bytes
+    for layer, (slot, size) in enumerate([(3, 2), (11, 4), (2, 2), (8, 4)]):
+        heads = layout.groups[layer % 2].spec.num_kv_heads
+        keys, values = torch.full((1, heads, 8), 10.0 + layer), torch.full((1, heads, 4), 20.0 + layer)
+        store.write(layer, keys, values, Slots(torch.tensor([slot]), size))
+    for layer, (slot, size) in enumerate([(3, 2), (11, 4), (2, 2), (8, 4)]):
+        k_blocks, v_blocks = store.layer(layer)
+        assert (k_blocks[slot // size, slot % size] == 10 + layer).all()
+        assert (v_blocks[slot // size, slot % size] == 20 + layer).all()
+    written = sum(spec.num_kv_heads * 12 * 2 for spec in specs)
+    itemsize = KV_DTYPES[dtype].bits // 8
+    assert int((store._blocks.view(-1, itemsize).any(dim=1)).sum()) == written
