@@ -1,0 +1,207 @@
+"""The scheduler alone: budgets, order, ends. No model: a step's result is made up."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from llmq.runtime.kv_manager import KVCacheManager
+from llmq.runtime.policy import StepPolicy
+from llmq.runtime.request import EngineRequest
+from llmq.runtime.sampling_params import SamplingParams
+from llmq.runtime.scheduler import Scheduler
+from llmq.runtime.scheduler_output import RequestResult, SchedulerOutput, StepResult
+
+LAYOUT = KVCacheLayout((KVCacheGroup(KVCacheSpec(1, 8, 8, KV_DTYPES["bf16"]), (0,), 16),))
+EOS = 2
+
+
+def make(num_blocks=64, max_num_seqs=8, budget=64, max_model_len=256, caching=True) -> Scheduler:
+    kv = KVCacheManager(LAYOUT, num_blocks, enable_prefix_caching=caching)
+    policy = StepPolicy(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(kv, policy, [EOS], max_model_len)
+
+
+def add(scheduler, name, num_tokens, *, arrival=0.0, priority=0, first_token=3, **params):
+    scheduler.add_request(
+        EngineRequest(
+            request_id=name,
+            prompt_token_ids=[first_token] * num_tokens,
+            sampling_params=SamplingParams(**{"max_tokens": 5, **params}),
+            arrival_time_s=arrival,
+            priority=priority,
+        )
+    )
+
+
+def step(scheduler, token=9) -> tuple[SchedulerOutput, list]:
+    plan = scheduler.schedule()
+    results = {
+        item.request_id: RequestResult(token_ids=[token] if item.samples else [], error=None) for item in plan.scheduled
+    }
+    return plan, scheduler.update_from_output(plan, StepResult(results=results))
+
+
+def scheduled(plan) -> dict[str, int]:
+    return {item.request_id: item.num_scheduled_tokens for item in plan.scheduled}
+
+
+def test_a_running_request_decodes_while_a_long_prompt_is_chunked():
+    scheduler = make(budget=64)
+    add(scheduler, "short", 10)
+    step(scheduler)
+    add(scheduler, "long", 150, arrival=1.0, first_token=4)
+    plans = [scheduled(step(scheduler)[0]) for _ in range(3)]
+    assert plans == [{"short": 1, "long": 63}, {"short": 1, "long": 63}, {"short": 1, "long": 24}]
+
+
+def test_the_budget_and_the_number_of_sequences_hold():
+    scheduler = make(max_num_seqs=3, budget=20)
+    for index in range(6):
+        add(scheduler, str(index), 12, arrival=index, first_token=3 + index)
+    while scheduler.has_requests:
+        plan, _ = step(scheduler)
+        assert plan.num_scheduled_tokens == sum(scheduled(plan).values()) <= 20
+        assert len(plan.scheduled) <= 3
+
+
+def test_priority_goes_before_arrival():
+    scheduler = make(max_num_seqs=1)
+    add(scheduler, "first", 4, arrival=0.0, priority=1)
+    add(scheduler, "second", 4, arrival=1.0, priority=1)
+    add(scheduler, "urgent", 4, arrival=2.0, priority=0)
+    order = []
+    while scheduler.has_requests:
+        order += [output.request_id for output in step(scheduler)[1] if output.finish_reason]
+    assert order == ["urgent", "first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("params", "token", "tokens", "reason"),
+    [
+        ({"max_tokens": 3}, 9, 3, "length"),
+        ({"max_tokens": 9}, EOS, 1, "stop"),
+        ({"max_tokens": 3, "ignore_eos": True}, EOS, 3, "length"),
+        ({"max_tokens": 9, "stop_token_ids": frozenset({9})}, 9, 1, "stop"),
+        ({"max_tokens": 9, "stop_token_ids": frozenset({9}), "min_tokens": 2}, 9, 3, "stop"),
+        ({"max_tokens": 0, "prompt_logprobs": 0}, 9, 0, "length"),
+        ({"max_tokens": 9999}, 9, 256 - 20, "length"),
+    ],
+)
+def test_ends(params, token, tokens, reason):
+    scheduler = make()
+    add(scheduler, "r", 20, **params)
+    outputs = []
+    while scheduler.has_requests:
+        outputs += step(scheduler, token)[1]
+    assert sum(len(output.new_token_ids) for output in outputs) == tokens
+    assert outputs[-1].finish_reason == reason
+    assert outputs[-1].stop_token_id == (token if reason == "stop" else None)
+    assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
+
+
+def test_abort_frees_at_once_wherever_the_request_is():
+    scheduler = make(max_num_seqs=1)
+    add(scheduler, "running", 40)
+    add(scheduler, "waiting", 40, arrival=1.0)
+    plan = scheduler.schedule()
+    for name in ("running", "waiting"):
+        assert scheduler.abort(name).finish_reason == "abort"
+    assert scheduler.abort("running") is None
+    assert scheduler.kv.pool.num_free_blocks == 64
+    # The step that was under way comes back: nobody is left to receive it.
+    results = {item.request_id: RequestResult(token_ids=[9]) for item in plan.scheduled}
+    assert scheduler.update_from_output(plan, StepResult(results=results)) == []
+    add(scheduler, "next", 4)
+    assert step(scheduler)[0].forgotten_request_ids == ["running"]
+
+
+def test_a_failed_request_ends_alone():
+    scheduler = make()
+    add(scheduler, "good", 4)
+    add(scheduler, "bad", 4, arrival=1.0)
+    plan = scheduler.schedule()
+    results = {"good": RequestResult(token_ids=[9]), "bad": RequestResult(error="sampler: no such token")}
+    outputs = {output.request_id: output for output in scheduler.update_from_output(plan, StepResult(results=results))}
+    assert outputs["bad"].finish_reason == "error"
+    assert outputs["good"].new_token_ids == [9]
+    assert scheduled(step(scheduler)[0]) == {"good": 1}
+
+
+def test_a_name_in_use_is_refused():
+    scheduler = make()
+    add(scheduler, "a", 4)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        add(scheduler, "a", 4)
+
+
+def test_admission_leaves_a_block_for_each_that_runs():
+    scheduler = make(num_blocks=8, budget=256)
+    for index in range(4):
+        add(scheduler, str(index), 31, arrival=index, first_token=3 + index, max_tokens=20)
+    step(scheduler)
+    assert len(scheduler.running) == 3  # 3 × 2 blocks; the fourth would leave none for the three to grow
+    while scheduler.has_requests:
+        step(scheduler)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2), st.integers(0, 12)),
+        min_size=1,
+        max_size=14,
+    ),
+    st.integers(6, 20),
+    st.sampled_from([8, 17, 64]),
+    st.booleans(),
+)
+def test_every_request_ends_with_all_its_tokens(requests, num_blocks, budget, caching):
+    """Any arrival order, priorities, a pool that is barely enough: nobody starves, nothing leaks, the runner's view
+    (block tables rebuilt from the differences in each plan) equals the manager's."""
+    scheduler = make(num_blocks=num_blocks, budget=budget, max_model_len=96, caching=caching)
+    waiting = sorted(enumerate(requests), key=lambda item: item[1][3])
+    made = {str(index): 0 for index, _ in waiting}
+    tables: dict[str, list[int]] = {}
+    for tick in range(10_000):
+        while waiting and waiting[0][1][3] <= tick:
+            index, (length, max_tokens, priority, arrival) = waiting.pop(0)
+            add(scheduler, str(index), length, arrival=arrival, priority=priority, max_tokens=max_tokens)
+        if not scheduler.has_requests and not waiting:
+            break
+        plan = scheduler.schedule()
+        for name in plan.forgotten_request_ids:
+            tables.pop(name)
+        for new in plan.new_requests:
+            assert new.request_id not in tables
+            tables[new.request_id] = []
+        for item in plan.scheduled:
+            tables[item.request_id][item.first_block[0] :] = item.block_ids[0]
+            assert tables[item.request_id] == scheduler.kv.block_ids(item.request_id)[0]
+            assert len(tables[item.request_id]) * 16 >= item.num_computed_tokens + item.num_scheduled_tokens
+        assert plan.num_scheduled_tokens <= budget
+        results = {i.request_id: RequestResult(token_ids=[9] if i.samples else []) for i in plan.scheduled}
+        for output in scheduler.update_from_output(plan, StepResult(results=results)):
+            made[output.request_id] += len(output.new_token_ids)
+        scheduler.kv.check_integrity()
+    assert made == {str(i): max_tokens for i, (_, max_tokens, _, _) in enumerate(requests)}
+    assert scheduler.kv.pool.num_free_blocks == num_blocks
+
+
+@pytest.mark.bench
+def test_overhead_of_a_step_with_256_running():
+    scheduler = make(num_blocks=256 * 40, max_num_seqs=256, budget=4096, max_model_len=4096)
+    for index in range(256):
+        add(scheduler, str(index), 500, arrival=index, first_token=index, max_tokens=100)
+    while len(scheduler.running) < 256 or scheduler.waiting:
+        step(scheduler)
+    for _ in range(3):
+        step(scheduler)
+    start = time.perf_counter()
+    for _ in range(50):
+        plan = scheduler.schedule()
+        results = {i.request_id: RequestResult(token_ids=[9]) for i in plan.scheduled}
+        scheduler.update_from_output(plan, StepResult(results=results))
+    print(f"schedule + update at 256 running: {(time.perf_counter() - start) / 50 * 1e3:.2f} ms")
