@@ -12,12 +12,13 @@ import torch
 
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
+from llmq.profiles.machine import available_memory_bytes
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.executor import Executor, InProcessExecutor
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import TORCH_DTYPES
-from llmq.runtime.memory import CPU_SHARE, available_memory_bytes, plan_kv_cache
+from llmq.runtime.memory import CPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.families import family_of
 from llmq.runtime.policy import StepPolicy

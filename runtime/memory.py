@@ -68,10 +68,3 @@ def _does_not_fit(
         f"there are {format_bytes(has)} ({num_blocks} blocks), the longest that fits is {longest} tokens. "
         f"Use {', or '.join(remedy for remedy in remedies if remedy)}"
     )
-
-
-def available_memory_bytes() -> int:
-    """Memory that a process may still take on this machine (Linux: MemAvailable)."""
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    return int(fields["MemAvailable"].split()[0]) * 1024
