@@ -133,7 +133,8 @@ def _die_with_parent() -> None:
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
     def wait_for_end_of_stdin() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would be held when Python ends
+            pass
         os._exit(1)
 
     threading.Thread(target=wait_for_end_of_stdin, daemon=True, name="parent-watch").start()

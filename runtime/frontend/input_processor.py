@@ -3,7 +3,6 @@
 Every refusal happens here, before the engine hears of the request, and names the field, the value and the range.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,18 +21,21 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 Prompt = str | Sequence[int]
 
-# field: (lowest, highest, whether the lowest is itself allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, 2, True),
-    "top_p": (0, 1, True),
-    "min_p": (0, 1, True),
-    "repetition_penalty": (0, 10, False),
-    "presence_penalty": (-2, 2, True),
-    "frequency_penalty": (-2, 2, True),
-    "n": (1, MAX_N, True),
-    "logprobs": (0, MAX_LOGPROBS, True),
-    "top_logprobs": (0, MAX_LOGPROBS, True),
-    "seed": (-(2**63), 2**63 - 1, True),
+# Dividing logits by less than this overflows float32 and means the same: the most likely token.
+LOWEST_TEMPERATURE = 1e-4
+
+# field: (lowest, highest), both allowed
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "n": (1, MAX_N),
+    "logprobs": (0, MAX_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**63 - 1),
 }
 
 
@@ -41,12 +43,9 @@ def check_range(field: str, value: float | None) -> None:
     """Raises InvalidRequestError unless `value` is None or within the range of `field`."""
     if value is None:
         return
-    low, high, closed = _RANGES[field]
-    if not math.isfinite(value) or value > high or value < low or (value == low and not closed):
-        raise InvalidRequestError(
-            f"{field} must be {'at least' if closed else 'more than'} {low} and at most {high}, got {value}",
-            param=field,
-        )
+    low, high = _RANGES[field]
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{field} must be at least {low} and at most {high}, got {value}", param=field)
 
 
 class InputProcessor:
@@ -116,6 +115,8 @@ class InputProcessor:
         self._check_tokens(fields, max_tokens)
         ignore_eos = fields.get("ignore_eos", False)
         stop_token_ids = frozenset(fields.pop("stop_token_ids", ())) | (frozenset() if ignore_eos else self._more_eos)
+        if fields.get("temperature", 1) < LOWEST_TEMPERATURE:
+            fields["temperature"] = 0.0
         if fields.get("top_k") == -1:
             fields["top_k"] = 0
         if fields.get("top_p") == 0:  # a nucleus of no mass still holds the most likely token
@@ -165,7 +166,7 @@ class InputProcessor:
             return asked
         raise InvalidRequestError(
             f"this model's maximum context length is {self.max_model_len} tokens, but {num_prompt + asked} were "
-            f"requested: {num_prompt} in the prompt and {asked} for the output",
+            f"requested: {num_prompt} in the prompt and {asked} for the output ({params[0]})",
             param=params[0] if left >= 1 else params[1],
             code="context_length_exceeded",
         )

@@ -33,12 +33,16 @@ class EngineDeadError(Exception):
         self.exit_code = exit_code
 
 
+class CutOffError(Exception):
+    """The server ends and could not wait for this request any longer."""
+
+
 class OutputStream:
     """The outputs of some requests, until each has finished. `close` aborts what has not."""
 
     def __init__(self, client: "EngineClient") -> None:
         self._client = client
-        self._queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestOutput | EngineDeadError | CutOffError] = asyncio.Queue()
         self._unfinished: set[str] = set()
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
@@ -55,14 +59,14 @@ class OutputStream:
     def close(self) -> None:
         self.abort(list(self._unfinished))
 
-    def put(self, output: RequestOutput | EngineDeadError) -> None:
+    def put(self, output: RequestOutput | EngineDeadError | CutOffError) -> None:
         self._queue.put_nowait(output)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Raises EngineDeadError when the engine dies."""
+        """Raises EngineDeadError when the engine dies, CutOffError when the server can wait no longer."""
         while self._unfinished:
             output = await self._queue.get()
-            if isinstance(output, EngineDeadError):
+            if isinstance(output, Exception):
                 self._unfinished.clear()
                 raise output
             if output.request_id in self._unfinished:
@@ -145,6 +149,12 @@ class EngineClient:
         if known and self._dead is None:
             self._send(Abort(known))
 
+    def cut_off(self) -> None:
+        """End all that runs: a shutdown's patience is over."""
+        for stream in set(self._streams.values()):
+            stream.put(CutOffError())
+        self.abort(list(self._streams))
+
     def trouble(self) -> str | None:
         """Why the engine makes no progress; None while it does."""
         if self._dead is not None:
@@ -191,6 +201,7 @@ class EngineClient:
                 self._deliver(message.outputs)
             elif isinstance(message, Failed):
                 self._die(message.reason, message.exit_code, ready)
+            await asyncio.sleep(0)  # a receive that need not wait does not let the others run
 
     def _note_progress(self) -> None:
         now = self._clock()

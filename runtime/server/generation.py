@@ -10,7 +10,7 @@ from llmq.runtime.frontend.output_processor import SequenceDelta, SequenceOutput
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.server.engine_client import EngineClient, EngineDeadError
+from llmq.runtime.server.engine_client import CutOffError, EngineClient, EngineDeadError
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.metrics import ServerMetrics
 
@@ -78,6 +78,8 @@ class Generation:
                 if delta.finish_reason == "error":
                     raise ApiError(500, f"the engine gave this request up: {delta.error}", kind="server_error")
                 yield choice, delta
+        except CutOffError as error:
+            raise unavailable("the server is shutting down", "shutting_down") from error
         except EngineDeadError as error:
             raise unavailable(f"the engine is dead: {error}", "engine_dead") from error
         finally:

@@ -136,6 +136,7 @@ class _Server:
         while service.num_calls and not died.done() and self._hurried_by is None:
             if asyncio.get_running_loop().time() > deadline:
                 self._say(f"llmq serve: {service.num_calls} requests are cut off")
+                self._client.cut_off()
                 break
             await asyncio.sleep(0.02)
 

@@ -75,7 +75,7 @@ def test_prompt_ids_must_be_the_models(processor: InputProcessor, token_id: int)
         ("max_tokens", -3, "at least 1, got -3"),
         ("max_tokens", 0, "at least 1, got 0"),
         ("logprobs", 9999, "at most 20"),
-        ("repetition_penalty", 0, "more than 0"),
+        ("repetition_penalty", 0, "at least 0.01"),
         ("presence_penalty", 2.5, "at most 2"),
         ("frequency_penalty", -2.5, "at least -2"),
         ("seed", 2**63, "at most"),
@@ -119,6 +119,7 @@ def test_what_is_off_reaches_the_engine_as_off(processor: InputProcessor):
     params = processor.sampling_params(1, top_k=-1, top_p=0.0, temperature=None, logit_bias={3: 1.5})
     assert (params.top_k, params.top_p, params.temperature, params.logit_bias) == (1, 1.0, 1.0, {3: 1.5})
     assert processor.sampling_params(1, top_k=-1).top_k == 0
+    assert processor.sampling_params(1, temperature=1e-40).temperature == 0
 
 
 def test_an_end_token_that_the_engine_does_not_know_is_sent_along(byte_level: Tokenizer):

@@ -1,0 +1,418 @@
+"""The API's shapes: answers, streams, refusals. The engine is fake, the server whole."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from llmq.runtime.frontend.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+NOT_A_NUMBER = b'{"model": "tiny", "prompt": "a", "top_p": NaN}'
+HALF_A_PAIR = b'{"model": "tiny", "prompt": "a", "\\ud800": 1}'
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_models_and_version(serving: Callable):
+    async def body():
+        async with serving() as s:
+            models = (await s.http.get("/v1/models")).json()
+            assert [card["id"] for card in models["data"]] == ["tiny"]
+            assert (await s.http.get("/v1/models/tiny")).json() == models["data"][0]
+            missing = await s.http.get("/v1/models/org/other")
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+            assert (await s.http.get("/version")).json()["numerics"] == {"dtype": "none"}
+
+    run(body())
+
+
+def test_text_completion(serving: Callable, tokenizer: Tokenizer):
+    async def body():
+        async with serving() as s:
+            answer = (await s.post(TEXT, prompt=[5] * 20, max_tokens=6)).json()
+            again = (await s.post(TEXT, prompt=[5] * 20, max_tokens=6)).json()
+        assert answer["object"] == "text_completion"
+        assert answer["choices"] == [
+            {"index": 0, "text": tokenizer.decode(list(range(100, 106))), "logprobs": None, "finish_reason": "length"}
+        ]
+        assert answer["usage"] == {
+            "prompt_tokens": 20,
+            "completion_tokens": 6,
+            "total_tokens": 26,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+    run(body())
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_stream_says_what_the_whole_says(serving: Callable, path: str):
+    prompt = {"prompt": "ab"} if path == TEXT else {"messages": HI}
+    wanted = {"max_tokens": 12, "stop": ["never"], "n": 2, "logprobs": 2 if path == TEXT else True}
+
+    async def body():
+        async with serving() as s:
+            whole = (await s.post(path, **prompt, **wanted)).json()
+            chunks = await s.stream(path, **prompt, **wanted, stream_options={"include_usage": True})
+        assert all(chunk["choices"] for chunk in chunks[:-1])
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], 24)
+        for index in (0, 1):
+            entries = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+            choice = whole["choices"][index]
+            assert [e["finish_reason"] for e in entries if e["finish_reason"]] == [choice["finish_reason"]]
+            if path == TEXT:
+                assert "".join(e["text"] for e in entries) == choice["text"]
+                for name, values in choice["logprobs"].items():
+                    assert [value for e in entries for value in e["logprobs"][name]] == values
+            else:
+                assert [e["delta"]["role"] for e in entries if "role" in e["delta"]] == ["assistant"]
+                assert "".join(e["delta"].get("content", "") for e in entries) == choice["message"]["content"]
+                streamed = [one for e in entries if e["logprobs"] for one in e["logprobs"]["content"]]
+                assert streamed == choice["logprobs"]["content"]
+
+    run(body())
+
+
+def test_usage_chunk_comes_only_when_asked_for(serving: Callable):
+    async def body():
+        async with serving() as s:
+            chunks = await s.stream(CHAT, messages=HI, max_tokens=3)
+        assert all(len(chunk["choices"]) == 1 and "usage" not in chunk for chunk in chunks)
+
+    run(body())
+
+
+def test_prompts_times_n_are_numbered_and_seeded(serving: Callable):
+    async def body():
+        async with serving() as s:
+            answer = (await s.post(TEXT, prompt=["ab", "cd"], n=2, max_tokens=3, seed=9)).json()
+            seeds = {r.request_id.rsplit("-", 1)[1]: r.sampling_params.seed for r in s.engine.added}
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert seeds == {"0": 9, "1": 10, "2": 9, "3": 10}
+        assert answer["usage"]["completion_tokens"] == 12
+        assert answer["usage"]["prompt_tokens"] == len(s.service.tokenizer.encode("ab")) * 2
+
+    run(body())
+
+
+def test_stop_string_aborts_in_the_engine(serving: Callable, tokenizer: Tokenizer):
+    script = tokenizer.encode("one two three four")
+    cut = next(i for i in range(len(script) + 1) if "thre" in tokenizer.decode(script[:i]))
+
+    async def body():
+        async with serving(script=script) as s:
+            chunks = await s.stream(
+                TEXT, prompt="x", max_tokens=200, stop=["thre"], stream_options={"include_usage": True}
+            )
+            whole = (await s.post(TEXT, prompt="x", max_tokens=200, stop="thre")).json()
+            assert len(s.engine.aborted) == 2
+            assert not s.engine.has_unfinished_requests
+        assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["choices"][0]["text"] == "one two "
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == cut
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_log_probabilities(serving: Callable, tokenizer: Tokenizer, stream: bool):
+    text = "echo é"
+    ids = tokenizer.encode(text)
+
+    async def body():
+        async with serving() as s:
+            wanted = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 2, "n": 2}
+            if stream:
+                chunks = [chunk["choices"][0] for chunk in await s.stream(TEXT, **wanted)]
+            else:
+                chunks = (await s.post(TEXT, **wanted)).json()["choices"]
+            scored = [r.sampling_params.prompt_logprobs for r in s.engine.added]
+        assert scored == [1, None]  # the prompt is scored once
+        for index in (0, 1):
+            own = [chunk for chunk in chunks if chunk["index"] == index]
+            lists = {name: [v for c in own for v in c["logprobs"][name]] for name in own[0]["logprobs"]}
+            assert {len(values) for values in lists.values()} == {len(ids) + 2}
+            assert "".join(c["text"] for c in own) == text + tokenizer.decode([100, 101])
+            assert (lists["token_logprobs"][0], lists["top_logprobs"][0]) == (None, None)
+            assert lists["token_logprobs"][1:] == [-0.5] * (len(ids) + 1)
+            assert all(len(top) == 2 for top in lists["top_logprobs"][1:])  # the likeliest and the chosen one
+            assert lists["text_offset"][0] == 0
+            assert lists["text_offset"][len(ids)] == len(text)
+            assert any(name.startswith("bytes:\\x") for name in lists["tokens"])  # half of é
+
+    run(body())
+
+
+def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
+    async def body():
+        async with serving() as s:
+            answer = (await s.post(TEXT, prompt="abc", echo=True, logprobs=0, max_tokens=0)).json()
+            refused = await s.post(TEXT, prompt="abc", max_tokens=0)
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+        assert len(choice["logprobs"]["tokens"]) == len(tokenizer.encode("abc"))
+        assert answer["usage"]["completion_tokens"] == 0
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": [[]]}, "prompt"),
+        (TEXT, {"prompt": "\ud800"}, "prompt"),
+        (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": "a", "model": 5}, "model"),
+        (TEXT, {"prompt": "a", "n": 0}, "n"),
+        (TEXT, {"prompt": "a", "n": 129}, "n"),
+        (TEXT, {"prompt": ["a"] * 100, "n": 100}, "n"),
+        (TEXT, {"prompt": "a", "top_p": 1.5}, "top_p"),
+        (TEXT, {"prompt": "a", "top_k": -7}, "top_k"),
+        (TEXT, {"prompt": "a", "temperature": -1}, "temperature"),
+        (TEXT, {"prompt": "a", "temperature": "hot"}, "temperature"),
+        (TEXT, {"prompt": "a", "temperature": True}, "temperature"),
+        (TEXT, {"prompt": "a", "max_tokens": -3}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+        (TEXT, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+        (TEXT, {"prompt": "a", "logprobs": 9999}, "logprobs"),
+        (TEXT, {"prompt": "a", "logprobs": True}, "logprobs"),
+        (TEXT, {"prompt": "a", "seed": 10**30}, "seed"),
+        (TEXT, {"prompt": "a", "logit_bias": {"512": 5}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"-1": 5}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"x": 5}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "stop_token_ids": [151645]}, "stop_token_ids"),
+        (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop"),
+        (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "Hi"}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"messages": HI, "max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
+        (CHAT, {"messages": HI, "echo": True}, "echo"),
+    ],
+)
+def test_a_wrong_field_is_named(serving: Callable, path: str, body: dict, param: str):
+    async def check():
+        async with serving() as s:
+            content = json.dumps({"model": "tiny", **body})
+            response = await s.http.post(path, content=content, headers={"content-type": "application/json"})
+            assert not s.engine.added
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["param"] == param
+        assert param in error["message"]
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": None},
+        {"tools": []},
+        {"response_format": {"type": "text"}},
+        {"best_of": 1},
+        {"suffix": ""},
+        {"store": False},
+        {"stop": None},
+        {"logit_bias": None},
+        {"stream": False},
+        {"user": "u"},
+    ],
+)
+def test_a_field_that_asks_for_nothing_is_taken(serving: Callable, field: dict):
+    async def body():
+        async with serving() as s:
+            assert (await s.post(CHAT, messages=HI, max_tokens=1, **field)).status_code == 200
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "status"), [(63, 1, 200), (64, 1, 400), (600, 1, 400), (40, 60, 400)]
+)
+def test_context_length_is_one_check_for_both_modes(serving: Callable, stream, num_prompt, max_tokens, status):
+    async def body():
+        async with serving(max_model_len=64) as s:
+            response = await s.post(TEXT, prompt=[5] * num_prompt, max_tokens=max_tokens, stream=stream)
+        assert response.status_code == status
+        if status == 400:
+            error = response.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert all(str(number) in error["message"] for number in (64, num_prompt, max_tokens))
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"model": NaN}', HALF_A_PAIR]
+)
+def test_a_body_that_is_no_request_is_refused(serving: Callable, content: bytes):
+    async def body():
+        async with serving() as s:
+            for headers in ({"content-type": "application/json"}, {}):
+                response = await s.http.post(TEXT, content=content, headers=headers)
+                assert response.status_code == 400
+                assert response.json()["error"]["message"]
+
+    run(body())
+
+
+def test_a_huge_body_is_cut_off(serving: Callable):
+    async def body():
+        async with serving() as s:
+            content = b'{"prompt": "' + b"a" * (33 * 2**20) + b'"}'
+            response = await s.http.post(TEXT, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 413
+        assert "32 MiB" in response.json()["error"]["message"]
+
+    run(body())
+
+
+def test_not_found_and_wrong_method_have_the_same_shape(serving: Callable):
+    async def body():
+        async with serving() as s:
+            for response, status in ((await s.http.get("/nope"), 404), (await s.http.get(TEXT), 405)):
+                assert response.status_code == status
+                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            wrong = await s.post(TEXT, model="other", prompt="a")
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "model")
+
+    run(body())
+
+
+def test_every_route_but_health_wants_the_key(serving: Callable):
+    async def body():
+        async with serving(api_key="k1") as s:
+            paths = sorted({route.path.split("{")[0] for route in s.app.routes if hasattr(route, "path")})
+            assert {"/health", "/metrics", "/openapi.json", TEXT, CHAT} <= set(paths)
+            for path in [*paths, "/tokenize", "/"]:
+                for key in (None, "Bearer k2", "Bearer ", "k1", "Bearer k1 "):
+                    headers = {} if key is None else {"authorization": key}
+                    for method in ("GET", "POST"):
+                        response = await s.http.request(method, path, headers=headers)
+                        if path == "/health":
+                            assert response.status_code in (200, 405)
+                        else:
+                            assert response.status_code == 401, path
+            s.http.headers["authorization"] = "Bearer k1"
+            assert (await s.http.get("/metrics")).status_code == 200
+            assert (await s.post(TEXT, prompt="a", max_tokens=1)).status_code == 200
+
+    run(body())
+
+
+def test_a_full_queue_is_429(serving: Callable):
+    async def body():
+        async with serving(max_queue=1, max_num_seqs=2) as s:
+            response = await s.post(TEXT, prompt="a", n=4, max_tokens=1)
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert response.json()["error"]["code"] == "queue_full"
+            assert (await s.post(TEXT, prompt="a", n=3, max_tokens=1)).status_code == 200
+
+    run(body())
+
+
+def test_while_draining_nothing_new_is_taken_and_what_runs_finishes(serving: Callable):
+    async def body():
+        async with serving() as s:
+            running = asyncio.ensure_future(s.post(TEXT, prompt="a", max_tokens=200))
+            while not s.service.num_calls:
+                await asyncio.sleep(0)
+            s.service.draining = True
+            for response in (await s.post(TEXT, prompt="a"), await s.http.get("/ready")):
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+            assert (await s.http.get("/health")).status_code == 200
+            assert (await running).json()["usage"]["completion_tokens"] == 200
+            assert s.service.num_calls == 0
+
+    run(body())
+
+
+def test_metrics_follow_the_engine(serving: Callable):
+    async def body():
+        async with serving() as s:
+            await s.post(TEXT, prompt="a", n=2, max_tokens=3)
+            text = (await s.http.get("/metrics")).text
+        for line in (
+            'llmq_requests_total{finish_reason="length"} 2.0',
+            "llmq_requests_running 0.0",
+            "llmq_kv_blocks_used 0.0",
+            "llmq_kv_blocks_total 64.0",
+            "llmq_time_to_first_token_seconds_count 2.0",
+            "llmq_inter_token_latency_seconds_count 4.0",
+            "llmq_request_latency_seconds_count 2.0",
+        ):
+            assert line in text
+
+    run(body())
+
+
+async def _hang_up(app, path: str, body: dict, after: Callable[[], bool]) -> list[dict]:
+    """Speak ASGI as a server does whose client goes once `after()`; returns what was sent to it."""
+    content = json.dumps({"model": "tiny", **body}).encode()
+    incoming = [{"type": "http.request", "body": content, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if incoming:
+            return incoming.pop()
+        while not after():
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    await app(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_the_engine(serving: Callable, stream: bool):
+    async def body():
+        async with serving(max_model_len=10**6) as s:
+            wanted = {"prompt": "a", "max_tokens": 500_000, "ignore_eos": True, "n": 2, "stream": stream}
+            await _hang_up(s.app, TEXT, wanted, after=lambda: len(s.engine.added) == 2)
+            assert len(s.engine.aborted) == 2
+            assert not s.engine.has_unfinished_requests
+            assert (s.service.client.num_unfinished, s.service.num_calls) == (0, 0)
+            assert 'finish_reason="abort"} 2.0' in (await s.http.get("/metrics")).text
+
+    run(body())
