@@ -1,0 +1,165 @@
+"""AWQ: Activation-aware Weight Quantization (Lin et al., arXiv 2306.00978), as pure functions of tensors.
+
+Some input channels carry much larger activations than others; the error made on their weights is multiplied by that.
+AWQ multiplies each input channel's weights by a scale s before rounding and divides the activation by it (eq. 2), so
+that important channels are rounded more finely, and searches s = s_x^alpha over alpha in [0, 1] for the least output
+error (eqs. 4 and 5). Then it shrinks the range of each group where that lowers the error (the paper's clipping).
+
+The error of a linear's output over all calibration tokens x is exact and cheap from their second moment G = E[x x^T]:
+
+    E |(W - W')x|^2 = trace((W - W') G (W - W')^T)
+
+so no token is ever kept, and a search over 16,384 tokens costs as much as one over a single token per input channel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmq.quantize.formats.quantized_weight import WeightScheme
+from llmq.quantize.rounding import round_trip
+
+ALPHAS = tuple(i / 10 for i in range(11))
+CLIPS = tuple(1 - i / 20 for i in range(1, 11))  # 0.95 .. 0.5
+# |log2| bound of a scale around 1: beyond it a channel's weights would leave the range of half precision.
+_MAX_SCALE = 2.0**12
+
+
+class InputMoments:
+    """Running statistics of a linear's input, over tokens: E[x x^T] and E|x|, in float32."""
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu"):
+        self._sum_outer = torch.zeros(in_features, in_features, device=device)
+        self._sum_abs = torch.zeros(in_features, device=device)
+        self.num_tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """x: [..., in_features]"""
+        x = x.reshape(-1, x.shape[-1]).to(torch.float32)
+        self._sum_outer.addmm_(x.T, x)
+        self._sum_abs += x.abs().sum(0)
+        self.num_tokens += x.shape[0]
+
+    @property
+    def gram(self) -> Tensor:
+        """E[x x^T], [in, in]"""
+        return self._sum_outer / max(self.num_tokens, 1)
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """E|x|, [in]"""
+        return self._sum_abs / max(self.num_tokens, 1)
+
+    @property
+    def num_dead(self) -> int:
+        """Input channels that are zero for every token."""
+        return int((self._sum_abs == 0).sum())
+
+
+@dataclass(frozen=True)
+class ScaleChoice:
+    """The outcome of a search. Errors are E|dy|^2 / E|y|^2 summed over the linears that share the input."""
+
+    scales: Tensor  # [in], float32
+    alpha: float
+    error: float
+    unscaled_error: float  # the same with s = 1: what round to nearest does
+    num_unusable: int  # candidates that were not finite in the stored dtype
+
+
+def output_error(delta: Tensor, gram: Tensor) -> float:
+    """E|delta x|^2 over the tokens of `gram`; delta [out, in]."""
+    return float(torch.sum((delta @ gram) * delta, dtype=torch.float64))
+
+
+def candidate_scales(mean_abs: Tensor, weight_size: Tensor, alpha: float) -> Tensor:
+    """s = E|x|^alpha / weight_size^(1-alpha), its geometric middle at 1, bounded; a dead channel keeps 1.
+
+    The paper's s_x^alpha, with the weights' own relative size in the denominator as its reference code has it
+    ("duo scaling").
+    """
+    alive = mean_abs > 0
+    s = mean_abs.clamp(min=1e-8).pow(alpha) / weight_size.clamp(min=1e-4).pow(1 - alpha)
+    if not bool(alive.any()):
+        return torch.ones_like(s)
+    s = s / (s[alive].max() * s[alive].min()).sqrt()
+    return torch.where(alive, s.clamp(1 / _MAX_SCALE, _MAX_SCALE), 1.0)
+
+
+def relative_weight_size(weights: Sequence[Tensor], scheme: WeightScheme) -> Tensor:
+    """Mean over all rows of |w| as a share of its group's largest, [in]: how much of the range a channel uses."""
+    stacked = torch.cat([w.view(w.shape[0], scheme.num_groups(w.shape[1]), -1).abs() for w in weights])
+    share = stacked / stacked.amax(-1, keepdim=True).clamp(min=1e-12)
+    return share.mean(0).flatten()
+
+
+def search_scales(
+    weights: Sequence[Tensor],
+    moments: InputMoments,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    realize: Callable[[Tensor], Tensor | None] = lambda s: s,
+    alphas: Sequence[float] = ALPHAS,
+) -> ScaleChoice:
+    """The alpha whose scales give the least output error of `weights` ([out_i, in], float32, all reading one input).
+
+    realize: a candidate -> the scales that its source can really be divided by (a stored norm rounds them, query heads
+    share them), or None if it cannot. s = 1 is always a candidate: a choice exists, and is never worse than none.
+    """
+    gram, mean_abs = moments.gram, moments.mean_abs
+    weight_size = relative_weight_size(weights, scheme)
+    energy = sum(output_error(w, gram) for w in weights) or 1.0
+    ones = torch.ones_like(mean_abs)
+    unscaled = _scaled_error(weights, ones, gram, scheme, scale_dtype) / energy
+    best, unusable = ScaleChoice(ones, 0.0, unscaled, unscaled, 0), 0
+    for alpha in alphas:
+        s = realize(candidate_scales(mean_abs, weight_size, alpha))
+        error = None if s is None else _scaled_error(weights, s, gram, scheme, scale_dtype)
+        if error is None or not error < float("inf"):
+            unusable += 1
+        elif error / energy < best.error:
+            best = ScaleChoice(s, alpha, error / energy, unscaled, 0)
+    return ScaleChoice(best.scales, best.alpha, best.error, unscaled, unusable)
+
+
+def _scaled_error(
+    weights: Sequence[Tensor], s: Tensor, gram: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+) -> float:
+    """Output error of rounding W·s and reading x / s: infinite or NaN when the stored scales are not finite."""
+    return sum(output_error(round_trip(w * s, scheme, scale_dtype) / s - w, gram) for w in weights)
+
+
+def search_clip(
+    weight: Tensor, gram: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clips: Sequence[float] = CLIPS
+) -> Tensor:
+    """The share of each group's range that is best kept, [out, num_groups], each group by its own output error.
+
+    weight and gram are in the coordinates that are rounded (after scaling). The error of group g of a row is
+    d_g^T G_gg d_g, with G_gg the group's block of E[x x^T].
+    """
+    num_groups = scheme.num_groups(weight.shape[1])
+    blocks = _diagonal_blocks(gram, num_groups)  # [num_groups, size, size]
+    best_clip = torch.ones(weight.shape[0], num_groups, device=weight.device)
+    best_error = _group_errors(weight, blocks, scheme, scale_dtype, 1.0)
+    for clip in clips:
+        error = _group_errors(weight, blocks, scheme, scale_dtype, clip)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_clip[better] = clip
+    return best_clip
+
+
+def _group_errors(
+    weight: Tensor, blocks: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: float
+) -> Tensor:
+    """[out, num_groups]"""
+    delta = round_trip(weight, scheme, scale_dtype, clip) - weight
+    delta = delta.view(weight.shape[0], blocks.shape[0], -1).transpose(0, 1)  # [num_groups, out, size]
+    return (torch.bmm(delta, blocks) * delta).sum(-1).T
+
+
+def _diagonal_blocks(gram: Tensor, num_groups: int) -> Tensor:
+    size = gram.shape[0] // num_groups
+    return torch.stack([gram[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(num_groups)])
