@@ -61,6 +61,7 @@ def model_config(
         "tie_word_embeddings": "lm_head.weight" not in tensors,
         "torch_dtype": "bfloat16",
         "use_cache": True,
+        "transformers_version": "4.51.0",  # whose spelling this is; transformers 5 reads it too
         **special_token_ids(fields),
     }
     biased = {name.split(".")[-2] for name in tensors if name.endswith("_proj.bias")}

@@ -7,17 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmq.profiles.cache import cache_dir, locked, require_free_space, whole_folder
 from llmq.profiles.checkpoint import Checkpoint
-from llmq.profiles.errors import InputError
 from llmq.profiles.gguf_config import generation_config, model_config
+from llmq.profiles.gguf_file import read_gguf_file
 from llmq.profiles.gguf_tokenizer import write_tokenizer
 from llmq.profiles.gguf_weights import GGUFTensor, bf16_chunks, list_tensors
 from llmq.profiles.progress import Progress, silent
 from llmq.profiles.safetensors_file import write_file
 
 # Part of the cache key: raise it when a conversion comes out differently, so that old results are made anew.
-_CONVERTER = 1
+_CONVERTER = 2
 _SHARD_BYTES = 5 * 10**9
 
 
@@ -50,8 +52,8 @@ def read_gguf(source: Path) -> Checkpoint:
     tensors = {
         tensor.info.name: replace(
             tensor.info,
-            dtype=tensor.source.tensor_type.name,
-            num_bytes=int(tensor.source.n_bytes),
+            dtype=tensor.source.type_name,
+            num_bytes=tensor.source.num_bytes,
             file=source.name,
         )
         for tensor in gguf.tensors
@@ -83,19 +85,14 @@ class _GGUF:
     """An open GGUF: its metadata, its tensors under their new names, and the config.json that describes them."""
 
     def __init__(self, source: Path) -> None:
-        from gguf import GGUFReader
-
-        try:
-            reader = GGUFReader(source)
-            self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-        except Exception as error:  # the library raises whatever the broken bytes lead to
-            raise InputError(f"{source}: no GGUF file, or a broken one ({error})") from None
+        file = read_gguf_file(source)
+        self.fields = file.fields
         arch = str(self.fields.get("general.architecture"))
         heads = self.fields.get(f"{arch}.attention.head_count", 1)
         self.tensors = list_tensors(
-            reader, arch, heads, self.fields.get(f"{arch}.attention.head_count_kv", heads), "model.safetensors"
+            file.tensors, arch, heads, self.fields.get(f"{arch}.attention.head_count_kv", heads)
         )
-        factors = [tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+        factors = [tensor.data.view(np.float32) for tensor in file.tensors if tensor.name == "rope_freqs.weight"]
         shapes = {tensor.info.name: tensor.info.shape for tensor in self.tensors}
         self.config = model_config(self.fields, shapes, factors[0] if factors else None)
 

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from llmq.profiles.errors import InputError
+from llmq.profiles.gguf_file import StoredTensor
 from llmq.profiles.safetensors_file import TensorInfo
 
 # GGUF name -> Hugging Face name; `{}` is the layer. Names that are not here are refused, never dropped.
@@ -39,28 +39,28 @@ _CHUNK_ELEMENTS = 1 << 24  # 64 MiB as float32
 @dataclass(frozen=True)
 class GGUFTensor:
     info: TensorInfo
-    source: Any  # gguf.ReaderTensor: `.data` is a memory map, [rows, bytes of a row]
+    source: StoredTensor
     row_order: np.ndarray | None  # rows to take, in order; None: as they lie
 
 
-def list_tensors(reader: Any, architecture: str, num_heads: int, num_kv_heads: int, file: str) -> list[GGUFTensor]:
-    """All tensors of `reader` (a gguf.GGUFReader), renamed. Raises InputError for a name that llmq does not know."""
+def list_tensors(stored: list[StoredTensor], architecture: str, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:
+    """The weights of a file, renamed. Raises InputError for a name that llmq does not know."""
     tensors, unknown = [], []
-    for source in reader.tensors:
+    for source in stored:
         if source.name in _NOT_WEIGHTS:
             continue
         name = _hugging_face_name(source.name)
         if name is None:
             unknown.append(source.name)
             continue
-        shape = tuple(int(size) for size in reversed(source.shape))
+        shape = source.shape
         row_order = None
         if architecture == "llama" and ".q_proj." in name:
             row_order = unpermuted_rows(shape[0], num_heads)
         elif architecture == "llama" and ".k_proj." in name:
             row_order = unpermuted_rows(shape[0], num_kv_heads)
         num_bytes = 2 * int(np.prod(shape, dtype=np.int64))
-        tensors.append(GGUFTensor(TensorInfo(name, "BF16", shape, num_bytes, file), source, row_order))
+        tensors.append(GGUFTensor(TensorInfo(name, "BF16", shape, num_bytes, ""), source, row_order))
     if unknown:
         raise InputError(f"the GGUF holds {len(unknown)} tensors that llmq does not know: {', '.join(unknown[:5])}, …")
     return tensors
@@ -85,9 +85,10 @@ def unpermuted_rows(num_rows: int, num_heads: int) -> np.ndarray:
 
 def bf16_chunks(tensor: GGUFTensor) -> Iterator[bytes]:
     """The tensor's little-endian bf16 bytes, a few rows at a time."""
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    data, kind = tensor.source.data, tensor.source.tensor_type
+    data, kind = tensor.source.data, GGMLQuantizationType[tensor.source.type_name]
     if len(tensor.info.shape) == 1:
         values = dequantize(np.ascontiguousarray(data), kind).reshape(-1)
         yield to_bf16(values if tensor.row_order is None else values[tensor.row_order]).tobytes()
