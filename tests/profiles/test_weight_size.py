@@ -1,0 +1,130 @@
+import json
+
+import pytest
+
+from llmq.profiles.errors import InputError
+from llmq.profiles.weight_size import parameter_count, parse_storage, storage_bytes, weight_size
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def smollm2_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return tmp_path
+
+
+def test_parameters_of_smollm2():
+    assert parameter_count(SMOLLM2) == 134_515_008
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("meta-llama--Meta-Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama--Meta-Llama-3.1-70B", 70_553_706_496),
+        ("Qwen--Qwen3-0.6B", 596_049_920),
+        ("Qwen--Qwen3-8B", 8_190_735_360),
+    ],
+)
+def test_parameters_of_published_models(shared, model, parameters):
+    config = json.loads((shared / "data" / "configs" / "verbatim" / f"{model}_config.json").read_text())
+    assert parameter_count(config) == parameters
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True, "mlp_bias": True}])
+def test_parameters_are_those_that_transformers_makes(model_type, changes):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+        **changes,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, 269_030_016),
+        ("bf16", 269_030_016),
+        ("fp32", 538_060_032),
+        ("40GiB", 40 * 2**30),
+        ("40GB", 40 * 10**9),
+    ],
+)
+def test_bytes_by_what_was_wanted(smollm2_config, wanted, expected):
+    assert weight_size(smollm2_config, wanted).num_bytes == expected
+
+
+def test_embedding_norms_and_head_stay_in_16_bit():
+    embedding, norms, linears = 49_152 * 576, 61 * 576, 134_515_008 - 49_152 * 576 - 61 * 576
+    rows = 30 * (576 + 192 + 192 + 576 + 1536 + 1536 + 576)
+    fp8 = storage_bytes(SMOLLM2, parse_storage("fp8", SMOLLM2))
+    assert fp8 == 2 * (embedding + norms) + linears + 2 * rows
+    w4 = storage_bytes(SMOLLM2, parse_storage("w4g64", SMOLLM2))
+    assert w4 == 2 * (embedding + norms) + linears // 2 + 2 * linears // 64 + 16 * 210
+
+
+def test_w4_takes_the_largest_group_that_divides(smollm2_config):
+    assert weight_size(smollm2_config, "w4").how.startswith("w4g64")  # 128 does not divide 576
+    wide = {**SMOLLM2, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4}
+    assert parse_storage("w4", wide).group_size == 128
+
+
+def test_a_group_that_does_not_divide_is_refused_with_the_widths(smollm2_config):
+    with pytest.raises(InputError, match=r"w4g128: no group of \[128\] divides all input widths \[576, 1536\]"):
+        weight_size(smollm2_config, "w4g128")
+
+
+def test_neither_scheme_nor_size(smollm2_config):
+    with pytest.raises(InputError, match="--weights w5: give a scheme"):
+        weight_size(smollm2_config, "w5")
+
+
+@pytest.mark.parametrize(
+    ("folder", "scheme"), [("llmc-fp8-dynamic", "fp8"), ("llmc-sq-w8a8", "int8"), ("llmc-gptq-w4a16", "w4g128")]
+)
+def test_the_estimate_is_what_llm_compressor_writes_to_the_byte(shared, folder, scheme):
+    path = shared / "interop" / folder
+    stored = weight_size(path)
+    assert stored.how == "as stored"
+    assert weight_size(path, scheme).num_bytes == stored.num_bytes
+    # And what the config alone declares.
+    assert weight_size(path / "config.json").num_bytes == stored.num_bytes
+
+
+def test_a_scheme_that_only_the_weights_could_tell(tmp_path):
+    config = {**SMOLLM2, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"quantized by 'awq' .* --weights 40GiB"):
+        weight_size(tmp_path)
+
+
+def test_a_model_of_more_than_text_is_not_counted_as_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vlm", "text_config": SMOLLM2}))
+    with pytest.raises(InputError, match="more than a text decoder"):
+        weight_size(tmp_path)
+    assert weight_size(tmp_path, "1GiB").num_bytes == 2**30
