@@ -229,3 +229,14 @@ def _draw(usable: list[list[int]], num_samples: int, seed: int) -> list[list[int
         return usable
     chosen = random.Random(seed).sample(range(len(usable)), num_samples)
     return [usable[index] for index in sorted(chosen)]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder, read from its files alone. Raises InputError where it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{folder}: its tokenizer cannot be read, and calibration needs it ({reason})") from None

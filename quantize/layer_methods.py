@@ -12,7 +12,7 @@ from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_stream import LayerStream, TensorReader
 from llmq.quantize.mappings import MAPPINGS
 from llmq.quantize.preflight import Plan
-from llmq.quantize.report import LinearReport, ScalingReport, linear_report
+from llmq.quantize.report import LinearReport, ScalingReport, linear_report, relative_error
 from llmq.quantize.rounding import quantize_weight
 from llmq.quantize.targets import Target
 
@@ -107,8 +107,3 @@ def rtn_layers(plan: Plan, device: torch.device, progress: Progress = silent) ->
         report: LinearReport = linear_report(target, stored, weight_error=relative_error(stored.dequantize(), weight))
         yield LayerResult(linears={target.name: stored}, reports=[report])
     progress("quantizing", len(plan.targets), len(plan.targets), unit="linears")
-
-
-def relative_error(stored: torch.Tensor, original: torch.Tensor) -> float:
-    """|W' - W|^2 / |W|^2"""
-    return float((stored - original).square().sum() / original.square().sum().clamp(min=1e-30))

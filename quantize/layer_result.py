@@ -16,3 +16,4 @@ class LayerResult:
     reports: list[LinearReport] = field(default_factory=list)
     changed: dict[str, Tensor] = field(default_factory=dict)
     scalings: list[ScalingReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)

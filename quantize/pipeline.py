@@ -37,6 +37,7 @@ def quantize_model(
         raise ValueError(f"{plan.recipe.method} needs calibration data")
     reports: list[LinearReport] = []
     scalings: list[ScalingReport] = []
+    warnings = calibration_warnings(plan, calibration)
     with appearing_whole(plan.out) as folder:
         copy_companions(plan.source.path, folder)
         writer = ShardWriter(folder)
@@ -45,12 +46,15 @@ def quantize_model(
             _write_result(writer, result, done)
             reports += result.reports
             scalings += result.scalings
+            warnings += result.warnings
         _write_rest(plan, writer, done)
         writer.finish()
         config = {**plan.source.config, "quantization_config": quantization_config(plan).to_config()}
         _write_json(folder / "config.json", config)
         verify_folder(folder, plan, progress)
-        report = _build_report(plan, calibration, reports, scalings, writer.num_bytes, time.monotonic() - started)
+        report = _build_report(
+            plan, calibration, reports, scalings, warnings, writer.num_bytes, time.monotonic() - started
+        )
         _write_json(folder / REPORT_FILE, report.as_dict())
     return report
 
@@ -99,6 +103,7 @@ def _build_report(
     calibration: CalibrationSet | None,
     linears: list[LinearReport],
     scalings: list[ScalingReport],
+    warnings: list[str],
     bytes_after: int,
     duration_s: float,
 ) -> QuantizationReport:
@@ -123,7 +128,7 @@ def _build_report(
         bits_per_weight=bytes_after * 8 / num_weights,
         bits_per_quantized_weight=sum(entry.bytes_after for entry in linears) * 8 / num_quantized,
         duration_s=round(duration_s, 2),
-        warnings=calibration_warnings(plan, calibration),
+        warnings=warnings,
     )
 
 

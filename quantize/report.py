@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from llmq.quantize.formats.compressed_tensors import to_tensors
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.targets import Target
@@ -19,7 +21,7 @@ class LinearReport:
     shape: tuple[int, int]
     bytes_before: int
     bytes_after: int
-    weight_error: float | None  # None: not comparable, the method moved scales into the weight first
+    weight_error: float  # against the weight that was rounded: where scales were moved into it, after that
     output_error: float | None = None  # None: not computed, no calibration tokens went through it here
     rtn_output_error: float | None = None  # what plain rounding to the same scheme would have cost
     saturated_share: float | None = None  # weights outside the range that was kept
@@ -79,9 +81,7 @@ class QuantizationReport:
         return sum(ours for ours, _ in pairs) / len(pairs), sum(rtn for _, rtn in pairs) / len(pairs)
 
 
-def linear_report(
-    target: Target, weight: QuantizedWeight, *, weight_error: float | None, **measured: Any
-) -> LinearReport:
+def linear_report(target: Target, weight: QuantizedWeight, *, weight_error: float, **measured: Any) -> LinearReport:
     """The report of one linear; `measured`: further fields of LinearReport."""
     return LinearReport(
         name=target.name,
@@ -92,3 +92,8 @@ def linear_report(
         weight_error=weight_error,
         **measured,
     )
+
+
+def relative_error(stored: Tensor, original: Tensor) -> float:
+    """|W' - W|^2 / |W|^2"""
+    return float((stored - original).square().sum() / original.square().sum().clamp(min=1e-30))

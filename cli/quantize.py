@@ -1,0 +1,179 @@
+"""`llmq quantize`: a model -> the same model in 4 or 8 bits, with a report of what that did to each layer."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmq.cli import console
+from llmq.profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from llmq.quantize.calibration import CalibrationSet
+    from llmq.quantize.preflight import Plan
+    from llmq.quantize.recipe import Recipe
+    from llmq.quantize.report import QuantizationReport
+
+app = typer.Typer(add_completion=False)
+
+DEFAULT_SAMPLES, DEFAULT_SEQ_LEN = 128, 2048
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make: it appears whole or not at all.")],
+    awq: Annotated[bool, typer.Option("--awq", help="4-bit weights, scaled by what activates them.")] = False,
+    gptq: Annotated[bool, typer.Option("--gptq", help="4-bit weights, rounding errors compensated.")] = False,
+    smoothquant: Annotated[bool, typer.Option("--smoothquant", help="INT8 weights and activations.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="FP8 E4M3 weights and activations; no calibration.")] = False,
+    rtn: Annotated[bool, typer.Option("--rtn", help="4-bit weights, plainly rounded; no calibration.")] = False,
+    bits: Annotated[int | None, typer.Option(help="Bits a weight: what the method stores, 4 or 8.")] = None,
+    group_size: Annotated[str | None, typer.Option(help="Inputs that share a scale: auto, channel, 128 …")] = None,
+    symmetric: Annotated[bool | None, typer.Option("--sym/--asym", help="Without or with zero points.")] = None,
+    calib: Annotated[str | None, typer.Option(help="Text or .jsonl file, datasets id, or builtin.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Calibration samples (128).")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most (2048).")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Linears to leave in 16 bit, see below.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Quantize MODEL into the folder OUT, which llmq serve, transformers and vLLM load.
+
+    Without a method: FP8 where the device computes in it, else AWQ. The head and the embedding stay in 16 bit.
+    --ignore names linears by words of their name (down_proj, layers.0) or by re: and a regular expression; repeatable.
+    """
+    from llmq.profiles.checkpoint import find_model, read_checkpoint
+    from llmq.quantize.preflight import preflight
+    from llmq.quantize.recipe import Recipe
+
+    flags = {"awq": awq, "gptq": gptq, "smoothquant": smoothquant, "fp8": fp8, "rtn": rtn}
+    asked = [name for name, is_set in flags.items() if is_set]
+    if len(asked) > 1:
+        raise InputError(f"one method at a time: --{' and --'.join(asked)} were given")
+    device = _resolve_device(device)
+    method, reason = (asked[0], "as asked") if asked else _default_method(device)
+    recipe = Recipe.of(method, bits=bits, group_size=group_size, symmetric=symmetric, ignore=tuple(ignore or ()))
+    _refuse_unused_calibration(recipe, calib, samples, seq_len)
+    with console.progress() as progress:
+        source = read_checkpoint(find_model(model, progress=progress))
+        plan = preflight(source, recipe, out)
+        calibration = _load_calibration(plan, calib, samples, seq_len) if recipe.traits.is_calibrated else None
+    _announce(plan, reason, calibration, device)
+    report = _run(plan, calibration, device)
+    for warning in report.warnings:
+        console.warn(warning)
+    console.print_json(report.as_dict()) if as_json else _print_report(plan, report)
+
+
+def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str) -> "QuantizationReport":
+    from llmq.quantize.pipeline import quantize_model
+
+    with console.progress() as progress:
+        return quantize_model(plan, calibration, device=device, progress=progress)
+
+
+def _resolve_device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not device.startswith("cuda"):
+        raise InputError(f"--device {device}: auto, cpu or cuda is expected")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"--device {device}: torch sees no CUDA device on this machine")
+    return device
+
+
+def _default_method(device: str) -> tuple[str, str]:
+    """FP8 where the device multiplies in it, else AWQ; and why."""
+    import torch
+
+    if device.startswith("cuda"):
+        capability = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        if capability >= (8, 9):
+            return "fp8", f"the default here: {name} computes in FP8"
+        return "awq", f"the default here: {name} does not compute in FP8"
+    return "awq", "the default here: no device that computes in FP8"
+
+
+def _refuse_unused_calibration(recipe: "Recipe", calib: str | None, samples: int | None, seq_len: int | None) -> None:
+
+    if recipe.traits.is_calibrated:
+        return
+    given = {"--calib": calib, "--samples": samples, "--seq-len": seq_len}
+    if unused := [flag for flag, value in given.items() if value is not None]:
+        raise InputError(f"{' and '.join(unused)} with --{recipe.method}, which is not calibrated: leave out")
+
+
+def _load_calibration(plan: "Plan", calib: str | None, samples: int | None, seq_len: int | None) -> "CalibrationSet":
+    from llmq.quantize.calibration import BUILTIN, check_source, load_calibration, load_tokenizer
+
+    longest = plan.source.architecture.max_position_embeddings
+    if seq_len is not None and seq_len > longest:
+        raise InputError(f"--seq-len {seq_len}: the model reads at most {longest} tokens")
+    check_source(calib or BUILTIN)
+    return load_calibration(
+        calib or BUILTIN,
+        load_tokenizer(plan.source.path),
+        num_samples=samples or DEFAULT_SAMPLES,
+        seq_len=seq_len or min(DEFAULT_SEQ_LEN, longest),
+    )
+
+
+def _announce(plan: "Plan", reason: str, calibration: "CalibrationSet | None", device: str) -> None:
+    """Every choice, resolved, before the work starts."""
+    from llmq.quantize.pipeline import calibration_warnings
+
+    recipe, left = plan.recipe, plan.selection.left_alone
+    rows = [
+        f"method      {recipe.traits.title} ({reason})",
+        f"scheme      {recipe.scheme.name}",
+        f"group size  {recipe.group_size} ({plan.group_size_reason})",
+        f"model       {plan.source.path}",
+        f"targets     {len(plan.targets)} linears; {len(left)} left in {plan.dtype}: {_shortened(list(left))}",
+        f"device      {device}",
+        f"output      {plan.out}, {console.format_bytes_exact(plan.predicted_bytes)} of weights predicted",
+    ]
+    if calibration is not None:
+        p = calibration.provenance
+        rows.insert(
+            4,
+            f"calibration {p.source}: {p.num_samples} samples, {p.num_tokens:,} tokens ({p.rendering}; BOS: {p.bos}; "
+            f"{p.num_empty} empty texts dropped, {p.num_truncated} cut at {p.seq_len})",
+        )
+    for row in rows:
+        console.status(row)
+    for warning in calibration_warnings(plan, calibration):
+        console.warn(warning)
+
+
+def _shortened(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
+    from llmq.quantize.report import REPORT_FILE
+
+    before, after = report.bytes_before, report.bytes_after
+    rows = [
+        ["weights before", console.format_bytes_exact(before)],
+        ["weights after", f"{console.format_bytes_exact(after)}, {after / before:.1%}"],
+        [
+            "bits a weight",
+            f"{report.bits_per_weight:.2f} over all, {report.bits_per_quantized_weight:.2f} in the linears",
+        ],
+    ]
+    if errors := report.mean_output_error():
+        rows.append(
+            ["output error", f"{errors[0]:.2%} of the energy, mean of the linears (rounding alone: {errors[1]:.2%})"]
+        )
+    else:
+        mean = sum(entry.weight_error for entry in report.linears) / len(report.linears)
+        rows.append(["weight error", f"{mean:.2%} of the energy, mean of the linears"])
+    rows.append(["time", console.format_duration(report.duration_s)])
+    rows.append(["report", str(plan.out / REPORT_FILE)])
+    console.print_table(f"{plan.out}: {report.scheme}", ["", ""], rows)
+    worst = sorted(report.linears, key=lambda entry: entry.output_error or entry.weight_error, reverse=True)[:3]
+    console.status("largest error: " + ", ".join(f"{e.name} {e.output_error or e.weight_error:.2%}" for e in worst))
