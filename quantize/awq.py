@@ -21,8 +21,13 @@ from torch import Tensor
 from llmq.quantize.formats.quantized_weight import WeightScheme
 from llmq.quantize.rounding import round_trip
 
-ALPHAS = tuple(i / 10 for i in range(11))
-CLIPS = tuple(1 - i / 20 for i in range(1, 11))  # 0.95 .. 0.5
+# The search looks at these, then at the neighbours of the best one at each of the finer steps.
+ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+FINER_STEPS = (0.1, 0.05)
+CLIPS = tuple(1 - i / 20 for i in range(1, 9))  # 0.95 .. 0.6
+# Output rows that an error is measured on while searching: evenly spread, so that the choice is the same and wide
+# layers do not make it slow.
+MAX_SEARCH_ROWS = 1024
 # |log2| bound of a scale around 1: beyond it a channel's weights would leave the range of half precision.
 _MAX_SCALE = 2.0**12
 
@@ -101,7 +106,6 @@ def search_scales(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
     realize: Callable[[Tensor], Tensor | None] = lambda s: s,
-    alphas: Sequence[float] = ALPHAS,
 ) -> ScaleChoice:
     """The alpha whose scales give the least output error of `weights` ([out_i, in], float32, all reading one input).
 
@@ -110,18 +114,35 @@ def search_scales(
     """
     gram, mean_abs = moments.gram, moments.mean_abs
     weight_size = relative_weight_size(weights, scheme)
-    energy = sum(output_error(w, gram) for w in weights) or 1.0
+    sampled = [_spread_rows(w, MAX_SEARCH_ROWS * w.shape[0] // sum(v.shape[0] for v in weights)) for w in weights]
+    energy = sum(output_error(w, gram) for w in sampled) or 1.0
     ones = torch.ones_like(mean_abs)
-    unscaled = _scaled_error(weights, ones, gram, scheme, scale_dtype) / energy
-    best, unusable = ScaleChoice(ones, 0.0, unscaled, unscaled, 0), 0
-    for alpha in alphas:
-        s = realize(candidate_scales(mean_abs, weight_size, alpha))
-        error = None if s is None else _scaled_error(weights, s, gram, scheme, scale_dtype)
-        if error is None or not error < float("inf"):
-            unusable += 1
-        elif error / energy < best.error:
-            best = ScaleChoice(s, alpha, error / energy, unscaled, 0)
+    unscaled = _scaled_error(sampled, ones, gram, scheme, scale_dtype) / energy
+    best = _Candidate(0.0, ones, unscaled)
+    unusable = 0
+    for alphas in (ALPHAS, *FINER_STEPS):
+        if isinstance(alphas, float):
+            alphas = [alpha for alpha in (best.alpha - alphas, best.alpha + alphas) if 0 <= alpha <= 1]
+        for alpha in alphas:
+            s = realize(candidate_scales(mean_abs, weight_size, alpha))
+            error = None if s is None else _scaled_error(sampled, s, gram, scheme, scale_dtype) / energy
+            if error is None or not error < float("inf"):
+                unusable += 1
+            elif error < best.error:
+                best = _Candidate(alpha, s, error)
     return ScaleChoice(best.scales, best.alpha, best.error, unscaled, unusable)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    alpha: float
+    scales: Tensor
+    error: float
+
+
+def _spread_rows(weight: Tensor, most: int) -> Tensor:
+    """At most about `most` rows, evenly spread."""
+    return weight[:: max(1, -(-weight.shape[0] // max(most, 1)))]
 
 
 def _scaled_error(

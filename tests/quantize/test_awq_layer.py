@@ -1,0 +1,166 @@
+"""AWQ on a real decoder layer: folding is an identity, whatever the heads, the biases and the dtype are."""
+
+import pytest
+import torch
+
+from llmq.profiles.checkpoint import read_checkpoint
+from llmq.profiles.errors import FailedError
+from llmq.quantize.awq_layer import AwqLayer
+from llmq.quantize.formats.quantized_weight import WeightScheme
+from llmq.quantize.layer_stream import LayerStream
+from llmq.quantize.mappings import MAPPINGS, ScaleMapping, why_skipped
+
+G16 = WeightScheme("int", 4, "group", 16, symmetric=False)
+ALL = {
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+}
+GQA_9_3 = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Bench:
+    """One layer of a model with inputs of which a few channels stand out."""
+
+    def __init__(self, folder, index=1):
+        checkpoint = read_checkpoint(folder)
+        self.stream, self.index = LayerStream(checkpoint, torch.device("cpu")), index
+        self.mappings = MAPPINGS[checkpoint.architecture.model_type]
+        self.head_dim = checkpoint.architecture.head_dim
+        hidden = checkpoint.architecture.hidden_size
+        torch.manual_seed(0)
+        self.samples = [torch.randn(1, length, hidden) for length in (7, 24, 40)]
+        for sample in self.samples:
+            sample[..., ::17] *= 8
+
+    def awq(self, layer, quantized=ALL, dtype=torch.bfloat16):
+        awq = AwqLayer(layer, self.mappings, quantized, G16, dtype, self.head_dim)
+        with awq.measuring():
+            for sample in self.samples:
+                self.run(layer, sample)
+        return awq
+
+    def run(self, layer, sample):
+        return self.stream.run(self.index, layer, sample) - sample
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        GQA_9_3,
+        {"num_key_value_heads": 4},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3"},
+        {"model_type": "mistral", "sliding_window": 8},
+    ],
+    ids=lambda c: "-".join(map(str, c.values())) or "llama",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folding_is_an_identity_in_float32(tiny_llama, config, dtype):
+    bench = Bench(tiny_llama(**config))
+    with bench.stream.layer(bench.index) as layer:
+        for module in layer.modules():  # norms and biases that are not all one or zero
+            if getattr(module, "bias", None) is not None:
+                module.bias.normal_()
+        layer.input_layernorm.weight.uniform_(0.2, 3)
+        before = [bench.run(layer, sample) for sample in bench.samples]
+        awq, changed = bench.awq(layer, dtype=dtype), {}
+        scalings = [awq._scale(mapping, changed) for mapping in bench.mappings]
+        assert all(scaling.alpha is not None for scaling in scalings)
+        for sample, original in zip(bench.samples, before, strict=True):
+            moved = (bench.run(layer, sample) - original).abs().max() / original.abs().max()
+            assert moved < 1e-4
+        # What is stored in 16 bit is what the layer computed with: nothing is rounded afterwards.
+        for name, stored in changed.items():
+            assert stored.dtype == dtype
+            assert torch.equal(layer.get_parameter(name), stored.to(torch.float32))
+
+
+def test_scales_are_equal_for_query_heads_that_share_a_kv_head(tiny_llama):
+    bench = Bench(tiny_llama(**GQA_9_3))
+    with bench.stream.layer(bench.index) as layer:
+        wanted = torch.rand(144) + 0.5
+        scales = bench.awq(layer)._realize(bench.mappings[1], wanted).view(3, 3, 16)
+        assert bench.mappings[1].kind == "heads"
+        for query in range(3):
+            assert torch.allclose(scales[:, query], wanted.view(3, 3, 16).log().mean(1).exp())
+
+
+def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_llama):
+    bench = Bench(tiny_llama())
+    with bench.stream.layer(bench.index) as layer:
+        outcome = bench.awq(layer).quantize(lambda: bench.run(layer, bench.samples[0]))
+        assert set(outcome.linears) == ALL
+        for name, linear in outcome.linears.items():
+            assert torch.equal(layer.get_submodule(name).weight, linear.weight.dequantize())
+            assert linear.num_tokens == 71
+            assert linear.output_error <= linear.rtn_output_error * 1.05
+        ours = sum(linear.output_error for linear in outcome.linears.values())
+        assert ours < 0.8 * sum(linear.rtn_output_error for linear in outcome.linears.values())
+
+
+def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(tiny_llama):
+    bench = Bench(tiny_llama())
+    with bench.stream.layer(bench.index) as layer:
+        original = {name: layer.get_submodule(name).weight.clone() for name in ("self_attn.v_proj", "mlp.down_proj")}
+        quantized = ALL - set(original)
+        outcome = bench.awq(layer, quantized).quantize(lambda: bench.run(layer, bench.samples[0]))
+        assert set(outcome.linears) == quantized
+        for name, weight in original.items():
+            assert torch.equal(layer.get_submodule(name).weight, weight)
+        reasons = {scaling.mapping.source: scaling.skipped for scaling in outcome.scalings}
+        assert "self_attn.v_proj" in reasons["input_layernorm"]
+        assert "self_attn.v_proj" in reasons["self_attn.v_proj"]
+        assert reasons["post_attention_layernorm"] is None
+        assert "mlp.down_proj" in reasons["mlp.up_proj"]
+        assert set(outcome.changed) == {"post_attention_layernorm.weight"}
+
+
+def test_a_wrong_table_of_mappings_is_found_out(tiny_llama):
+    bench = Bench(tiny_llama())
+    bench.mappings = (ScaleMapping("post_attention_layernorm", ("self_attn.q_proj", "self_attn.k_proj"), "norm"),)
+    with bench.stream.layer(bench.index) as layer:
+        awq = bench.awq(layer)
+        with pytest.raises(FailedError, match="mappings is wrong"):
+            awq.quantize(lambda: bench.run(layer, bench.samples[0]))
+
+
+def test_dead_input_channels_are_counted_and_harm_nobody(tiny_llama):
+    bench = Bench(tiny_llama())
+    with bench.stream.layer(bench.index) as layer:
+        layer.input_layernorm.weight[5] = 0
+        outcome = bench.awq(layer).quantize(lambda: bench.run(layer, bench.samples[0]))
+        assert outcome.linears["self_attn.q_proj"].num_dead_inputs == 1
+        assert outcome.linears["mlp.up_proj"].num_dead_inputs == 0
+        assert all(torch.isfinite(linear.weight.scale).all() for linear in outcome.linears.values())
+
+
+def test_why_skipped_names_the_linears():
+    mapping = ScaleMapping("mlp.up_proj", ("mlp.down_proj",), "rows")
+    assert why_skipped(mapping, ALL) is None
+    assert why_skipped(mapping, ALL - {"mlp.up_proj"}) == "mlp.up_proj is left in 16 bit"
+    assert why_skipped(mapping, set()) == "mlp.down_proj, mlp.up_proj are left in 16 bit"
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "qwen2"}, {"model_type": "mistral", "sliding_window": 8}])
+def test_the_layers_in_a_stream_compute_what_the_model_does(tiny_llama, config):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama(**config)
+    stream = LayerStream(read_checkpoint(folder), torch.device("cpu"))
+    ids = tuple(range(3, 40))
+    (hidden,) = stream.embed((ids,))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    for index in range(stream.num_layers):
+        assert torch.allclose(hidden, expected[index], atol=1e-5)
+        with stream.layer(index) as layer:
+            hidden = stream.run(index, layer, hidden)
+    assert torch.allclose(model.model.norm(hidden), expected[-1], atol=1e-4)
+    assert all(parameter.is_meta for parameter in stream._layers[0].parameters())

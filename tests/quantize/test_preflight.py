@@ -1,0 +1,199 @@
+"""What is refused in the first second, and in which words."""
+
+import shutil
+import time
+
+import pytest
+
+from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
+from llmq.profiles.errors import FailedError, InputError
+from llmq.profiles.safetensors_file import TensorInfo
+from llmq.quantize import preflight as preflight_module
+from llmq.quantize.preflight import preflight
+from llmq.quantize.recipe import Recipe
+
+
+def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
+    """A checkpoint of which only the headers exist: SmolLM2's shapes."""
+    kv = hidden // 3
+    shapes = {"model.embed_tokens.weight": (1000, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for name, shape in {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (ffn, hidden),
+            "mlp.up_proj": (ffn, hidden),
+            "mlp.down_proj": (hidden, ffn),
+            "input_layernorm": (hidden,),
+        }.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+    tensors = {
+        name: TensorInfo(name, "BF16", shape, 2 * shape[0] * (shape[1] if len(shape) > 1 else 1), "model.safetensors")
+        for name, shape in shapes.items()
+    }
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        **config,
+    }
+    return Checkpoint(tmp_path, config, tensors, config.get("quantization_config"))
+
+
+def refuse(checkpoint, recipe, out, error=InputError):
+    started = time.monotonic()
+    with pytest.raises(error) as raised:
+        preflight(checkpoint, recipe, out)
+    assert time.monotonic() - started < 1
+    assert not out.exists() or out.is_file() or any(out.iterdir())
+    return str(raised.value)
+
+
+def test_a_group_size_that_does_not_divide_names_who_and_what_would(tmp_path):
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("gptq", group_size="128"), tmp_path / "out")
+    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj: 576 inputs = 4·128 + 64" in message
+    assert "down_proj" not in message  # 1536 = 12·128: not its fault
+    assert "--group-size 64 or 32" in message
+    assert "--ignore" in message
+    assert "12 of 14" in message
+    plan = preflight(fake_checkpoint(tmp_path), Recipe.of("gptq", group_size="64"), tmp_path / "out")
+    assert plan.recipe.group_size == 64
+
+
+def test_auto_takes_the_largest_that_divides_and_says_why(tmp_path):
+    plan = preflight(fake_checkpoint(tmp_path), Recipe.of("awq"), tmp_path / "out")
+    assert plan.recipe.group_size == 64
+    assert "128 does not divide [576]" in plan.group_size_reason
+    plan = preflight(fake_checkpoint(tmp_path, hidden=1152), Recipe.of("awq"), tmp_path / "out")
+    assert plan.recipe.group_size == 128
+
+
+def test_auto_looks_at_what_is_quantized_only(tmp_path):
+    only_down = tuple(f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up"))
+    plan = preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=only_down), tmp_path / "out")
+    assert plan.recipe.group_size == 128
+
+
+def test_auto_with_nothing_that_divides_proposes_channel(tmp_path):
+    message = refuse(fake_checkpoint(tmp_path, hidden=570), Recipe.of("awq"), tmp_path / "out")
+    assert "--group-size channel" in message
+    assert "570" in message
+
+
+def test_channel_divides_everything(tmp_path):
+    recipe = Recipe.of("awq", group_size="channel")
+    assert (
+        preflight(fake_checkpoint(tmp_path, hidden=570), recipe, tmp_path / "out").recipe.scheme.strategy == "channel"
+    )
+
+
+def test_ignore_patterns_without_a_match_are_named_with_near_matches(tmp_path):
+    recipe = Recipe.of("gptq", ignore=(r"re:.*mlp\.gate$", "lm_heads", "down_proj"))
+    message = refuse(fake_checkpoint(tmp_path), recipe, tmp_path / "out")
+    assert r"'re:.*mlp\\.gate$': near to it are" in message
+    assert "mlp.gate_proj" in message
+    assert "'lm_heads': near to it are lm_head" in message
+    assert "down_proj" not in message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [("down_proj", 2), ("layers.0", 7), ("model.layers.1.mlp.up_proj", 1), (r"re:.*layers\.0\..*", 7), ("lm_head", 0)],
+)
+def test_ignore_patterns_that_match(tmp_path, pattern, left):
+    plan = preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=(pattern,)), tmp_path / "out")
+    assert len(plan.targets) == 14 - left
+    assert len(plan.selection.left_alone) == left + 1  # and the head
+
+
+def test_a_layers_number_is_a_word_of_its_own(tmp_path):
+    plan = preflight(fake_checkpoint(tmp_path, layers=12), Recipe.of("awq", ignore=("layers.1",)), tmp_path / "out")
+    assert len(plan.targets) == 11 * 7
+
+
+def test_ignoring_everything_is_refused(tmp_path):
+    assert "nothing is left" in refuse(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=("layers",)), tmp_path / "o")
+
+
+def test_an_already_quantized_model_is_refused_by_method_and_bits(tmp_path, shared):
+    source = read_checkpoint(shared / "interop" / "llmc-gptq-w4a16")
+    message = refuse(source, Recipe.of("awq"), tmp_path / "out2")
+    assert "already quantized" in message
+    assert "compressed-tensors, 4-bit int weights" in message
+    assert "original" in message
+    assert "gptq, 4-bit" in refuse(
+        read_checkpoint(shared / "interop" / "autogptq-w4g128-sym"), Recipe.of("awq"), tmp_path / "out2"
+    )
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path):
+    assert "'mamba'" in refuse(fake_checkpoint(tmp_path, model_type="mamba"), Recipe.of("awq"), tmp_path / "out")
+
+
+def test_an_architecture_without_a_mapping_is_refused_by_awq(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_module, "MAPPINGS", {"qwen2": ()})
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("awq"), tmp_path / "out")
+    assert "'llama'" in message
+    assert "qwen2" in message
+    preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")
+
+
+def test_out_that_holds_something_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")  # empty: fine
+    (tmp_path / "out" / "file").touch()
+    assert "not empty" in refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")
+    assert "exists" in refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out" / "file")
+
+
+def test_out_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "file" / "out")
+    assert "not a folder that can be written to" in message
+
+
+def test_a_full_disk_is_found_out_beforehand(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(preflight_module.shutil, "disk_usage", lambda _: usage)
+    assert "free" in refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")
+
+
+def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_module.importlib.util, "find_spec", lambda name: None)
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("gptq"), tmp_path / "out", FailedError)
+    assert "llmcompressor" in message
+    assert "pip install 'llmq-toolkit[quantize]'" in message
+    preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")  # ours, and needs neither
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("awq", {"bits": 3}, "--bits 3"),
+        ("awq", {"bits": 8}, "--smoothquant"),
+        ("fp8", {"bits": 4}, "--awq"),
+        ("fp8", {"group_size": "128"}, "--group-size does not apply to --fp8"),
+        ("smoothquant", {"symmetric": False}, "--sym/--asym does not apply"),
+        ("awq", {"group_size": "large"}, "--group-size large"),
+        ("awq", {"group_size": "12"}, "--group-size 12"),
+    ],
+)
+def test_options_that_a_method_does_not_honour_are_refused(method, options, words):
+    with pytest.raises(InputError, match=words):
+        Recipe.of(method, **options)
+
+
+def test_a_head_stored_although_tied_is_not_counted_twice(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path)
+    alone = preflight(checkpoint, Recipe.of("rtn"), tmp_path / "out").predicted_bytes
+    checkpoint.tensors["lm_head.weight"] = TensorInfo("lm_head.weight", "BF16", (1000, 576), 1152000, "x")
+    assert preflight(checkpoint, Recipe.of("rtn"), tmp_path / "out").predicted_bytes == alone
