@@ -47,7 +47,9 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV-cache of prompts that begin alike.")] = True,
-    served_model_name: Annotated[str | None, typer.Option(help="Default: the folder's name.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call it. Default: the folder's name, or the id as given.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="LLMQ_API_KEY", help="Wanted on every route but /health.", show_default=False)
     ] = None,
@@ -95,7 +97,7 @@ def serve(
             engine=engine,
             host=host,
             port=port,
-            served_model_name=served_model_name,
+            served_model_name=served_model_name or _default_name(model),
             api_key=api_key,
             max_queue=max_queue,
             drain_timeout_s=drain_timeout,
@@ -108,6 +110,15 @@ def _dtype(flag: str, name: str) -> str:
     if name not in _DTYPES:
         raise InputError(f"{flag} {name}: one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _default_name(model: str) -> str:
+    from pathlib import Path
+
+    path = Path(model)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else model
 
 
 def _check_memory(path: "Path", engine: "EngineConfig") -> None:
