@@ -110,16 +110,22 @@ def progress() -> Iterator[Progress]:
     if not console.is_terminal:
         yield silent
         return
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
     from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class TimeLeft(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            if task.finished_time is not None:
+                return Text(f"in {format_duration(task.finished_time)}")
+            left = task.time_remaining
+            return Text("" if left is None else f"{format_duration(left)} left")
 
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         TextColumn("{task.fields[count]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeLeft(),
     )
     with Bars(*columns, console=console, refresh_per_second=4) as bars:
         stages: dict[str, TaskID] = {}

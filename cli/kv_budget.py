@@ -114,7 +114,8 @@ def _print(model: str, budget: "Budget", ctx: str | None) -> None:
     arch, spec = budget.architecture, budget.layout.groups[0].spec
     console.heading(
         f"{model}: {arch.model_type}, {arch.num_layers} layers, {arch.num_attention_heads} heads, "
-        f"{arch.num_kv_heads} KV heads, head_dim {arch.head_dim}; KV-cache in {spec.dtype.name}"
+        f"{arch.num_kv_heads} KV head{'s' * (arch.num_kv_heads > 1)}, head_dim {arch.head_dim}; "
+        f"KV-cache in {spec.dtype.name}"
     )
     columns = ["", ">"] if budget.ranks == 1 else ["", ">one rank", f">all {budget.ranks} ranks"]
     rows = [*_kv_rows(budget), []]

