@@ -51,14 +51,15 @@ def quantize(
     asked = [name for name, is_set in flags.items() if is_set]
     if len(asked) > 1:
         raise InputError(f"one method at a time: --{' and --'.join(asked)} were given")
-    device = _resolve_device(device)
+    _check_device_name(device)
     method, reason = (asked[0], "as asked") if asked else _default_method(device)
     recipe = Recipe.of(method, bits=bits, group_size=group_size, symmetric=symmetric, ignore=tuple(ignore or ()))
     _refuse_unused_calibration(recipe, calib, samples, seq_len)
     with console.progress() as progress:
         source = read_checkpoint(find_model(model, progress=progress))
-        plan = preflight(source, recipe, out)
-        calibration = _load_calibration(plan, calib, samples, seq_len) if recipe.traits.is_calibrated else None
+    plan = preflight(source, recipe, out)
+    device = _resolve_device(device)
+    calibration = _load_calibration(plan, calib, samples, seq_len) if recipe.traits.is_calibrated else None
     _announce(plan, reason, calibration, device)
     report = _run(plan, calibration, device)
     for warning in report.warnings:
@@ -73,29 +74,35 @@ def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str) -> "Qu
         return quantize_model(plan, calibration, device=device, progress=progress)
 
 
+def _check_device_name(device: str) -> None:
+    if device not in ("auto", "cpu") and not device.startswith("cuda"):
+        raise InputError(f"--device {device}: auto, cpu or cuda is expected")
+
+
 def _resolve_device(device: str) -> str:
+    """The device to compute on. Imports torch: called after all that can be refused without it."""
+    if device == "cpu":
+        return device
     import torch
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and not device.startswith("cuda"):
-        raise InputError(f"--device {device}: auto, cpu or cuda is expected")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise InputError(f"--device {device}: torch sees no CUDA device on this machine")
     return device
 
 
 def _default_method(device: str) -> tuple[str, str]:
     """FP8 where the device multiplies in it, else AWQ; and why."""
+    device = _resolve_device(device)
+    if device == "cpu":
+        return "awq", "the default here: no device that computes in FP8"
     import torch
 
-    if device.startswith("cuda"):
-        capability = torch.cuda.get_device_capability(device)
-        name = torch.cuda.get_device_name(device)
-        if capability >= (8, 9):
-            return "fp8", f"the default here: {name} computes in FP8"
-        return "awq", f"the default here: {name} does not compute in FP8"
-    return "awq", "the default here: no device that computes in FP8"
+    name = torch.cuda.get_device_name(device)
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        return "fp8", f"the default here: {name} computes in FP8"
+    return "awq", f"the default here: {name} does not compute in FP8"
 
 
 def _refuse_unused_calibration(recipe: "Recipe", calib: str | None, samples: int | None, seq_len: int | None) -> None:

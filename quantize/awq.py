@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import WeightScheme
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.rounding import round_trip
 
 # The search looks at these, then at the neighbours of the best one at each of the finer steps.

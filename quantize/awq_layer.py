@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from llmq.profiles.errors import FailedError
 from llmq.quantize.awq import InputMoments, output_error, search_clip, search_scales
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, WeightScheme
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.mappings import ScaleMapping, why_skipped
 from llmq.quantize.rounding import quantize_weight, round_trip, saturated_share
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmq.profiles.errors import InputError
-from llmq.quantize.formats.quantized_weight import ActivationScheme, WeightScheme
+from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
 
 Method = Literal["awq", "gptq", "smoothquant", "fp8", "rtn"]
 

@@ -6,7 +6,8 @@ The scale is rounded to the dtype it is stored in before the weight is divided b
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, WeightScheme, pack_int32
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32
+from llmq.quantize.formats.scheme import WeightScheme
 
 # Below these a stored scale would be zero, or denormal where hardware flushes those.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24}

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from llmq.profiles.progress import Progress, silent
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.formats.compressed_tensors import ConfigGroup, QuantizationConfig
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, WeightScheme
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.mappings import MAPPINGS

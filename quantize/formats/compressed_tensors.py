@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import (
-    ActivationScheme,
-    FormatError,
-    QuantizedWeight,
-    WeightScheme,
-    pack_int32,
-    unpack_int32,
-)
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32, unpack_int32
+from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
 
 QUANT_METHOD = "compressed-tensors"
 READABLE_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

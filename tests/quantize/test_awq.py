@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmq.quantize.awq import InputMoments, candidate_scales, output_error, search_clip, search_scales
-from llmq.quantize.formats.quantized_weight import WeightScheme
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.rounding import quantize_weight, round_trip, round_weight, saturated_share
 
 G32 = WeightScheme("int", 4, "group", 32, symmetric=False)

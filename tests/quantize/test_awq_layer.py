@@ -6,7 +6,7 @@ import torch
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError
 from llmq.quantize.awq_layer import AwqLayer
-from llmq.quantize.formats.quantized_weight import WeightScheme
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_stream import LayerStream
 from llmq.quantize.mappings import MAPPINGS, ScaleMapping, why_skipped
 

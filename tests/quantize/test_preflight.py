@@ -1,6 +1,8 @@
 """What is refused in the first second, and in which words."""
 
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -197,3 +199,9 @@ def test_a_head_stored_although_tied_is_not_counted_twice(tmp_path):
     alone = preflight(checkpoint, Recipe.of("rtn"), tmp_path / "out").predicted_bytes
     checkpoint.tensors["lm_head.weight"] = TensorInfo("lm_head.weight", "BF16", (1000, 576), 1152000, "x")
     assert preflight(checkpoint, Recipe.of("rtn"), tmp_path / "out").predicted_bytes == alone
+
+
+def test_checking_imports_no_torch():
+    """What is refused in the first second cannot wait for torch to be imported."""
+    code = "import sys, llmq.quantize.preflight, llmq.quantize.calibration; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

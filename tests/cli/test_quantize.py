@@ -1,0 +1,97 @@
+"""`llmq quantize`: its flags, its words, its exit codes."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from llmq.cli.main import main
+
+
+@pytest.fixture
+def llmq(monkeypatch, capsys):
+    """llmq("quantize", ...) -> (exit code, stdout, stderr), in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["llmq", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def calib(tmp_path):
+    path = tmp_path / "cal.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"Line {i} of a short text about ferries."}) for i in range(20)))
+    return path
+
+
+def test_without_a_method_it_takes_awq_on_a_cpu_and_says_so(llmq, tiny_llama, calib, tmp_path):
+    code, out, err = llmq("quantize", tiny_llama(), "--calib", calib, "--device", "cpu", "-o", tmp_path / "q")
+    assert code == 0
+    assert "method      AWQ, 4-bit weights (the default here: no device that computes in FP8)" in err
+    assert "group size  64 (auto: the largest of" in err
+    assert "20 samples" in err
+    assert "lm_head" in err
+    assert "weights after" in out
+    assert "rounding alone" in out
+    assert (tmp_path / "q" / "quantization_report.json").is_file()
+
+
+def test_json_is_one_object_on_stdout(llmq, tiny_llama, tmp_path):
+    code, out, _ = llmq("quantize", tiny_llama(), "--rtn", "--group-size", "32", "--json", "-o", tmp_path / "q")
+    assert code == 0
+    report = json.loads(out)
+    assert report["scheme"] == "int4 g32 asymmetric"
+    assert report == json.loads((tmp_path / "q" / "quantization_report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--awq", "--gptq"], "one method at a time: --awq and --gptq"),
+        (["--fp8", "--group-size", "64"], "--group-size does not apply to --fp8"),
+        (["--fp8", "--calib", "builtin", "--samples", "3"], "--calib and --samples with --fp8"),
+        (["--rtn", "--seq-len", "3"], "--seq-len with --rtn"),
+        (["--awq", "--bits", "3"], "--bits 3 is not supported"),
+        (["--awq", "--group-size", "128"], "128 does not divide"),
+        (["--awq", "--calib", "missing.txt"], "no such file"),
+        (["--awq", "--seq-len", "4096"], "at most 256 tokens"),
+        (["--awq", "--ignore", "lm_heads"], "'lm_heads'"),
+        (["--awq", "--device", "tpu"], "--device tpu"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_any_work(llmq, tiny_llama, tmp_path, arguments, words):
+    model = tiny_llama()
+    started = time.monotonic()
+    code, out, err = llmq("quantize", model, *arguments, "-o", tmp_path / "q")
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert os.listdir(tmp_path) == []
+    assert time.monotonic() - started < 10
+
+
+def test_a_result_is_not_quantized_again(llmq, tiny_llama, tmp_path):
+    assert llmq("quantize", tiny_llama(), "--rtn", "-o", tmp_path / "q")[0] == 0
+    code, _, err = llmq("quantize", tmp_path / "q", "--awq", "-o", tmp_path / "q2")
+    assert code == 2
+    assert "already quantized (compressed-tensors, 4-bit int weights)" in err
+    assert not (tmp_path / "q2").exists()
+
+
+def test_a_folder_that_holds_something_is_not_written_to(llmq, tiny_llama, tmp_path):
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "mine").touch()
+    code, _, err = llmq("quantize", tiny_llama(), "--rtn", "-o", tmp_path / "q")
+    assert code == 2
+    assert "not empty" in err
+    assert os.listdir(tmp_path / "q") == ["mine"]

@@ -1,0 +1,283 @@
+"""Whole quantizations of tiny models: what is on disk, what plain transformers makes of it, what the report says."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmq.profiles.errors import FailedError
+from llmq.quantize.formats.compressed_tensors import QuantizationConfig
+from llmq.quantize.report import REPORT_FILE
+
+METHODS = ["awq", "gptq", "smoothquant", "fp8", "rtn"]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_llama):
+    return tiny_llama(dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def quantized(source, calibration_jsonl, run_quantize, tmp_path_factory):
+    """quantized(method) -> folder and report, made once."""
+    made = {}
+
+    def make(method):
+        if method not in made:
+            out = tmp_path_factory.mktemp("quantized") / method
+            made[method] = out, run_quantize(source, out, method, calibration_jsonl)
+        return made[method]
+
+    return make
+
+
+def read_all(folder):
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    return tensors, config, QuantizationConfig.from_config(config["quantization_config"])
+
+
+def transformers_model(folder, dtype=torch.bfloat16):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def linears_of(tensors):
+    return sorted({name.rsplit(".", 1)[0] for name in tensors if name.endswith("weight_scale")})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plain_transformers_loads_the_weights_that_we_read(quantized, method):
+    folder, _ = quantized(method)
+    tensors, _, config = read_all(folder)
+    model = transformers_model(folder)
+    ids = torch.arange(3, 35).unsqueeze(0)
+    with torch.no_grad():
+        theirs = model(ids).logits
+    assert torch.isfinite(theirs).all()
+    for name in linears_of(tensors):
+        ours = config.read(name, tensors.__getitem__).dequantize(torch.bfloat16)
+        assert torch.equal(model.get_submodule(name).weight, ours)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
+def test_weight_only_logits_equal_those_of_our_dequantized_weights(quantized, source, method):
+    folder, _ = quantized(method)
+    tensors, _, config = read_all(folder)
+    dense = transformers_model(source)
+    state = {name: tensor for name, tensor in tensors.items() if name.rsplit(".", 1)[0] not in linears_of(tensors)}
+    for name in linears_of(tensors):
+        state[f"{name}.weight"] = config.read(name, tensors.__getitem__).dequantize(torch.bfloat16)
+    missing, unexpected = dense.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    ids = torch.arange(3, 35).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(dense(ids).logits, transformers_model(folder)(ids).logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tied_head_is_stored_once_and_not_quantized(quantized, source, method):
+    folder, report = quantized(method)
+    tensors, config, _ = read_all(folder)
+    assert config["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in tensors
+    assert torch.equal(
+        tensors["model.embed_tokens.weight"], load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    assert "lm_head" in config["quantization_config"]["ignore"]
+    assert "tied" in report.left_alone["lm_head"]
+    model = transformers_model(folder)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sizes_are_as_predicted_and_dtypes_as_declared(quantized, method):
+    folder, report = quantized(method)
+    tensors, _, _ = read_all(folder)
+    assert report.bytes_after == report.predicted_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    left = [name for name in tensors if name.rsplit(".", 1)[0] not in linears_of(tensors)]
+    assert left
+    assert {tensors[name].dtype for name in left} == {torch.bfloat16}
+    assert all(tensors[f"{name}.weight_scale"].dtype == torch.bfloat16 for name in linears_of(tensors))
+
+
+def test_everything_beside_the_weights_comes_along(quantized, source):
+    folder, _ = quantized("awq")
+    expected = {name for name in os.listdir(source) if name != "model.safetensors"}
+    assert set(os.listdir(folder)) == expected | {"model.safetensors", REPORT_FILE}
+    for name in expected - {"config.json"}:
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_report_tells_what_was_done_to_every_linear(quantized, method):
+    folder, report = quantized(method)
+    stored = json.loads((folder / REPORT_FILE).read_text())
+    assert stored == json.loads(json.dumps(report.as_dict()))
+    assert len(stored["linears"]) == 14
+    for entry in stored["linears"]:
+        assert entry["scheme"] == report.scheme
+        assert entry["bytes_after"] < entry["bytes_before"]
+        assert 0 < entry["weight_error"] < 0.2
+    bits = 4 if method in ("awq", "gptq", "rtn") else 8
+    assert bits < stored["bits_per_quantized_weight"] < bits + 0.6
+    assert (stored["calibration"] is None) == (method in ("fp8", "rtn"))
+    assert stored["versions"]["torch"] == torch.__version__
+
+
+def test_awq_reports_its_choices_and_beats_rounding_in_every_mean(quantized):
+    _, report = quantized("awq")
+    ours, rtn = report.mean_output_error()
+    assert ours < rtn * 0.9
+    assert len(report.scalings) == 8
+    assert all(0 <= scaling.error <= scaling.unscaled_error for scaling in report.scalings)
+    assert all(entry.num_tokens == report.calibration["num_tokens"] for entry in report.linears)
+    assert report.group_size["value"] == 64
+    assert "auto" in report.group_size["reason"]
+
+
+def test_smoothquant_smooths_the_norms_and_says_what_it_left(quantized, source):
+    folder, report = quantized("smoothquant")
+    tensors, original = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
+    assert not torch.equal(
+        tensors["model.layers.0.input_layernorm.weight"], original["model.layers.0.input_layernorm.weight"]
+    )
+    assert torch.equal(tensors["model.norm.weight"], original["model.norm.weight"])
+    skipped = {s.source.rsplit(".", 1)[1]: s.skipped for s in report.scalings if s.layer == 0}
+    assert skipped["input_layernorm"] is None
+    assert "norms only" in skipped["v_proj"]
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
+def test_an_ignored_layer_keeps_its_bytes(source, calibration_jsonl, run_quantize, tmp_path, method):
+    out = tmp_path / "out"
+    report = run_quantize(source, out, method, calibration_jsonl, ignore=(r"re:.*layers\.0\..*",))
+    tensors, config, quantization = read_all(out)
+    original = load_file(source / "model.safetensors")
+    kept = [name for name in original if "layers.0." in name]
+    assert len(kept) == 9
+    for name in kept:
+        assert torch.equal(tensors[name], original[name])
+    ignored = config["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.down_proj" in ignored
+    assert len(ignored) == 8
+    assert quantization.scheme_for("model.layers.0.mlp.down_proj") is None
+    assert quantization.scheme_for("model.layers.1.mlp.down_proj") is not None
+    assert report.left_alone["model.layers.0.mlp.down_proj"] == r"--ignore re:.*layers\.0\..*"
+    model = transformers_model(out)
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, original["model.layers.0.mlp.down_proj.weight"])
+    assert linears_of(tensors) == sorted(f"model.layers.1.{name}" for name in LINEARS)
+
+
+LINEARS = [*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))]
+
+
+def test_zero_groups_and_huge_columns_in_half_precision(tiny_llama, calibration_jsonl, run_quantize, tmp_path):
+    """C04: nothing aborts, every scale is finite and positive as stored, the report shows the layer."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    plain = tiny_llama(dtype="float16")
+    for name in os.listdir(plain):
+        (folder / name).write_bytes((plain / name).read_bytes())
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"][3, :32] = 0
+    tensors["model.layers.0.mlp.up_proj.weight"][:, 7] *= 6e4 / 4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    report = run_quantize(folder, out, "awq", calibration_jsonl, group_size="32")
+    stored, _, config = read_all(out)
+    for name in linears_of(stored):
+        scale = stored[f"{name}.weight_scale"]
+        assert scale.dtype == torch.float16
+        assert torch.isfinite(scale).all()
+        assert (scale > 0).all()
+        assert torch.isfinite(config.read(name, stored.__getitem__).dequantize()).all()
+    assert any(s.source.endswith("layers.0.post_attention_layernorm") for s in report.scalings)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral"])
+def test_awq_of_the_other_families_loads_in_transformers(
+    tiny_llama, calibration_jsonl, run_quantize, tmp_path, model_type
+):
+    folder = tiny_llama(model_type=model_type, dtype="bfloat16", tie_word_embeddings=False)
+    run_quantize(folder, tmp_path / "out", "awq", calibration_jsonl)
+    ids = torch.arange(3, 35).unsqueeze(0)
+    with torch.no_grad():
+        ours, original = transformers_model(tmp_path / "out")(ids).logits, transformers_model(folder)(ids).logits
+    assert (ours - original).float().norm() < 0.8 * original.float().norm()
+    assert torch.equal(
+        load_file(tmp_path / "out/model.safetensors")["lm_head.weight"],
+        load_file(folder / "model.safetensors")["lm_head.weight"],
+    )
+
+
+def test_a_head_that_is_tied_and_stored_all_the_same_is_stored_once(tiny_llama, run_quantize, tmp_path):
+    folder, plain = tmp_path / "twice", tiny_llama(dtype="bfloat16")
+    folder.mkdir()
+    for name in os.listdir(plain):
+        (folder / name).write_bytes((plain / name).read_bytes())
+    tensors = load_file(plain / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    report = run_quantize(folder, tmp_path / "out", "rtn")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert report.bytes_after == report.predicted_bytes
+
+
+def test_float32_tensors_are_cast_to_the_declared_dtype(tiny_llama, run_quantize, tmp_path):
+    folder, plain = tmp_path / "wide", tiny_llama(dtype="bfloat16")
+    folder.mkdir()
+    for name in os.listdir(plain):
+        (folder / name).write_bytes((plain / name).read_bytes())
+    wide = {name: tensor.float() for name, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
+    report = run_quantize(folder, tmp_path / "out", "rtn")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert report.bytes_after == report.predicted_bytes
+
+
+def test_too_few_tokens_are_said_aloud(source, run_quantize, tmp_path):
+    calib = tmp_path / "one.jsonl"
+    calib.write_text('{"text": "Hi"}')
+    report = run_quantize(source, tmp_path / "out", "awq", calib)
+    assert any("rank < in_features" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_run_leaves_nothing(source, calibration_jsonl, run_quantize, tmp_path, monkeypatch, error):
+    from llmq.quantize import awq_layer
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(awq_layer, "search_clip", fail)
+    with pytest.raises(error):
+        run_quantize(source, tmp_path / "out", "awq", calibration_jsonl)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_number_that_is_not_finite_is_found_at_the_end(source, run_quantize, tmp_path, monkeypatch):
+    from llmq.quantize import layer_methods
+
+    good = layer_methods.quantize_weight
+
+    def spoil(*args, **kwargs):
+        weight = good(*args, **kwargs)
+        weight.scale[0, 0] = float("inf")
+        return weight
+
+    monkeypatch.setattr(layer_methods, "quantize_weight", spoil)
+    with pytest.raises(FailedError, match="not finite"):
+        run_quantize(source, tmp_path / "out", "rtn")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_same_run_gives_the_same_bytes(quantized, source, calibration_jsonl, run_quantize, tmp_path):
+    folder, _ = quantized("awq")
+    run_quantize(source, tmp_path / "again", "awq", calibration_jsonl)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
