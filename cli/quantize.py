@@ -61,9 +61,11 @@ def quantize(
     device = _resolve_device(device)
     calibration = _load_calibration(plan, calib, samples, seq_len) if recipe.traits.is_calibrated else None
     _announce(plan, reason, calibration, device)
+    doubts = _warn_of(plan, calibration)
     report = _run(plan, calibration, device)
     for warning in report.warnings:
-        console.warn(warning)
+        if warning not in doubts:
+            console.warn(warning)
     console.print_json(report.as_dict()) if as_json else _print_report(plan, report)
 
 
@@ -131,7 +133,6 @@ def _load_calibration(plan: "Plan", calib: str | None, samples: int | None, seq_
 
 def _announce(plan: "Plan", reason: str, calibration: "CalibrationSet | None", device: str) -> None:
     """Every choice, resolved, before the work starts."""
-    from llmq.quantize.pipeline import calibration_warnings
 
     recipe, left = plan.recipe, plan.selection.left_alone
     rows = [
@@ -152,8 +153,16 @@ def _announce(plan: "Plan", reason: str, calibration: "CalibrationSet | None", d
         )
     for row in rows:
         console.status(row)
-    for warning in calibration_warnings(plan, calibration):
+
+
+def _warn_of(plan: "Plan", calibration: "CalibrationSet | None") -> list[str]:
+    """Say before the work what is doubtful about it."""
+    from llmq.quantize.pipeline import calibration_warnings
+
+    warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
+    for warning in warnings:
         console.warn(warning)
+    return warnings
 
 
 def _shortened(names: list[str], most: int = 4) -> str:

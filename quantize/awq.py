@@ -27,9 +27,11 @@ FINER_STEPS = (0.1, 0.05)
 CLIPS = tuple(1 - i / 20 for i in range(1, 9))  # 0.95 .. 0.6
 # Output rows that an error is measured on while searching: evenly spread, so that the choice is the same and wide
 # layers do not make it slow.
-MAX_SEARCH_ROWS = 1024
-# |log2| bound of a scale around 1: beyond it a channel's weights would leave the range of half precision.
+MAX_SEARCH_ROWS = 512
+# Bound of a scale, both ways: beyond it a channel's weights would leave the range of half precision.
 _MAX_SCALE = 2.0**12
+
+SETTINGS = {"alphas": ALPHAS, "finer_steps": FINER_STEPS, "clips": CLIPS, "search_rows": MAX_SEARCH_ROWS}
 
 
 class InputMoments:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llmq.profiles.progress import Progress, silent
+from llmq.quantize import awq, layer_methods
+from llmq.quantize.backends import llmcompressor
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.formats.compressed_tensors import ConfigGroup, QuantizationConfig, to_tensors
 from llmq.quantize.layer_result import LayerResult
@@ -37,7 +40,7 @@ def quantize_model(
         raise ValueError(f"{plan.recipe.method} needs calibration data")
     reports: list[LinearReport] = []
     scalings: list[ScalingReport] = []
-    warnings = calibration_warnings(plan, calibration)
+    warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
     with appearing_whole(plan.out) as folder:
         copy_companions(plan.source.path, folder)
         writer = ShardWriter(folder)
@@ -67,14 +70,10 @@ def quantization_config(plan: Plan) -> QuantizationConfig:
 def _run_method(
     plan: Plan, calibration: CalibrationSet | None, device: torch.device, progress: Progress
 ) -> Iterator[LayerResult]:
-    from llmq.quantize import layer_methods
-
     if plan.recipe.method == "awq":
         return layer_methods.awq_layers(plan, calibration, device, progress)
     if plan.recipe.method == "rtn":
         return layer_methods.rtn_layers(plan, device, progress)
-    from llmq.quantize.backends import llmcompressor
-
     return llmcompressor.layers(plan, calibration, device, progress)
 
 
@@ -117,6 +116,7 @@ def _build_report(
         method=plan.recipe.method,
         scheme=plan.recipe.scheme.name,
         recipe=asdict(plan.recipe),
+        settings=_settings(plan),
         group_size={"value": plan.recipe.group_size, "reason": plan.group_size_reason},
         calibration=calibration.as_dict() if calibration is not None and plan.recipe.traits.is_calibrated else None,
         linears=linears,
@@ -143,6 +143,12 @@ def calibration_warnings(plan: Plan, calibration: CalibrationSet | None) -> list
             "(rank < in_features): the statistics cannot tell its input channels apart; give more text"
         ]
     return []
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    if plan.recipe.method == "awq":
+        return awq.SETTINGS
+    return llmcompressor.SETTINGS.get(plan.recipe.method, {})
 
 
 def _versions() -> dict[str, str]:

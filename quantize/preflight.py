@@ -35,6 +35,7 @@ class Plan:
     dtype: str  # of every tensor that is not quantized: the one config.json declares
     group_size_reason: str
     predicted_bytes: int  # of OUT's weights
+    warnings: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -58,7 +59,7 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
     recipe, reason = _resolve_group_size(recipe, selection.targets)
     predicted_bytes = predict_bytes(source, recipe, selection, dtype)
     _check_out(out, predicted_bytes)
-    return Plan(source, out, recipe, selection, dtype, reason, predicted_bytes)
+    return Plan(source, out, recipe, selection, dtype, reason, predicted_bytes, _fusion_warnings(selection))
 
 
 def predict_bytes(source: Checkpoint, recipe: Recipe, selection: Selection, dtype: str) -> int:
@@ -156,6 +157,22 @@ def _group_size_message(size: int, offenders: list[Target], targets: tuple[Targe
         f"--group-size {size} does not divide the inputs of {len(offenders)} of {len(targets)} linears:\n"
         + "\n".join(rows)
         + f"\n{proposal}, or leave these in 16 bit: {ignore}"
+    )
+
+
+def _fusion_warnings(selection: Selection) -> tuple[str, ...]:
+    """vLLM runs q, k and v as one linear, gate and up as another: all or none of them must be quantized."""
+    split = []
+    for siblings in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        by_layer: dict[int, set[str]] = {}
+        for target in selection.targets:
+            if target.kind in siblings:
+                by_layer.setdefault(target.layer, set()).add(target.kind)
+        if any(len(kinds) < len(siblings) for kinds in by_layer.values()):
+            split.append(", ".join(siblings))
+    return tuple(
+        f"only some of {names} are quantized in a layer: vLLM fuses them and will not load the result"
+        for names in split
     )
 
 

@@ -53,6 +53,7 @@ class QuantizationReport:
     method: str
     scheme: str
     recipe: dict[str, Any]
+    settings: dict[str, Any]  # of the method itself: what its search looked at, damping, who computed it
     group_size: dict[str, Any]
     calibration: dict[str, Any] | None
     linears: list[LinearReport]

@@ -31,6 +31,12 @@ from llmq.quantize.report import ScalingReport, linear_report, relative_error
 SMOOTHING_STRENGTH = 0.5
 DAMPING = 0.01
 
+SETTINGS = {
+    "gptq": {"damping": DAMPING, "activation_order": "static", "backend": "llmcompressor"},
+    "smoothquant": {"alpha": SMOOTHING_STRENGTH, "rounding": "nearest", "backend": "llmcompressor"},
+    "fp8": {"rounding": "nearest", "backend": "llmcompressor"},
+}
+
 # Warnings that say what is meant to be.
 _EXPECTED = ("No accelerator available", "Calibration pipeline is set to", "Disabling tokenizer parallelism")
 
@@ -44,6 +50,7 @@ def layers(
         from llmcompressor import oneshot
 
         model = _load(plan, device)
+        dead_inputs = _watch_dead_inputs(plan, model) if is_calibrated else {}
         oneshot(
             model=model,
             recipe=_modifiers(plan),
@@ -51,7 +58,7 @@ def layers(
             pipeline="sequential" if is_calibrated else "datafree",
             clear_sparse_session=True,
         )
-    yield from _results(plan, model, warnings)
+    yield from _results(plan, model, dead_inputs, warnings)
 
 
 def _load(plan: Plan, device: torch.device) -> nn.Module:
@@ -69,6 +76,19 @@ def _data_loader(calibration: CalibrationSet) -> DataLoader:
         for ids in calibration.samples
     ]
     return DataLoader(batches, batch_size=None, shuffle=False)
+
+
+def _watch_dead_inputs(plan: Plan, model: nn.Module) -> dict[str, Tensor]:
+    """For each target, filled while data passes: the input channels that were zero for every token, [in] of bool."""
+    dead: dict[str, Tensor] = {}
+
+    def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        is_zero = (args[0] == 0).flatten(0, -2).all(0)
+        dead[name] = is_zero & dead[name] if name in dead else is_zero
+
+    for target in plan.targets:
+        model.get_submodule(target.name).register_forward_pre_hook(functools.partial(watch, target.name))
+    return dead
 
 
 def _modifiers(plan: Plan) -> list[Any]:
@@ -167,7 +187,9 @@ class _Steps:
         self.progress("quantizing", self.done, self.total, unit="passes")
 
 
-def _results(plan: Plan, model: nn.Module, warnings: list[str]) -> Iterator[LayerResult]:
+def _results(
+    plan: Plan, model: nn.Module, dead_inputs: dict[str, Tensor], warnings: list[str]
+) -> Iterator[LayerResult]:
     read, modules = TensorReader(plan.source), dict(model.named_modules())
     is_smoothed = plan.recipe.method == "smoothquant"
     for target in plan.targets:
@@ -176,7 +198,9 @@ def _results(plan: Plan, model: nn.Module, warnings: list[str]) -> Iterator[Laye
         # SmoothQuant moved scales into the weight: what rounding cost is told against that one.
         original = module.weight if is_smoothed else read(f"{target.name}.weight").to(module.weight.device)
         error = relative_error(weight.dequantize(), original.detach().to(torch.float32))
-        yield LayerResult(linears={target.name: weight}, reports=[linear_report(target, weight, weight_error=error)])
+        dead = int(dead_inputs[target.name].sum()) if target.name in dead_inputs else None
+        report = linear_report(target, weight, weight_error=error, dead_inputs=dead)
+        yield LayerResult(linears={target.name: weight}, reports=[report])
     last = LayerResult(
         changed=_changed(plan, model),
         warnings=[text for text in dict.fromkeys(warnings) if not text.startswith(_EXPECTED)],

@@ -33,6 +33,13 @@ def quantized(source, calibration_jsonl, run_quantize, tmp_path_factory):
     return make
 
 
+def copy_of(folder, target):
+    target.mkdir()
+    for name in os.listdir(folder):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
 def read_all(folder):
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -129,6 +136,32 @@ def test_the_report_tells_what_was_done_to_every_linear(quantized, method):
     assert stored["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_dead_input_channels_are_reported_and_harm_nobody(
+    tiny_llama, calibration_jsonl, run_quantize, tmp_path, method
+):
+    """C02: an input channel that is always zero; the logits are those of a source whose dead column is zero too."""
+    folder = copy_of(tiny_llama(dtype="bfloat16"), tmp_path / "dead")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 5] = 0
+    for name in tensors:
+        if "layernorm" in name:
+            tensors[name][5] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    report = run_quantize(folder, tmp_path / "out", method, calibration_jsonl, group_size="32")
+    dead = {entry.name.rsplit(".", 1)[1]: entry.dead_inputs for entry in report.linears}
+    assert dead == {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 0, "gate_proj": 1, "up_proj": 1, "down_proj": 0}
+    ids = torch.arange(3, 35).unsqueeze(0)
+    quantized_model = transformers_model(tmp_path / "out")
+    with torch.no_grad():
+        logits = quantized_model(ids).logits
+        for layer in quantized_model.model.layers:
+            for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj):
+                linear.weight[:, 5] = 0
+        assert torch.isfinite(logits).all()
+        assert torch.equal(quantized_model(ids).logits, logits)
+
+
 def test_awq_reports_its_choices_and_beats_rounding_in_every_mean(quantized):
     _, report = quantized("awq")
     ours, rtn = report.mean_output_error()
@@ -178,12 +211,8 @@ LINEARS = [*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in 
 
 def test_zero_groups_and_huge_columns_in_half_precision(tiny_llama, calibration_jsonl, run_quantize, tmp_path):
     """C04: nothing aborts, every scale is finite and positive as stored, the report shows the layer."""
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    plain = tiny_llama(dtype="float16")
-    for name in os.listdir(plain):
-        (folder / name).write_bytes((plain / name).read_bytes())
-    tensors = load_file(plain / "model.safetensors")
+    folder = copy_of(tiny_llama(dtype="float16"), tmp_path / "odd")
+    tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.gate_proj.weight"][3, :32] = 0
     tensors["model.layers.0.mlp.up_proj.weight"][:, 7] *= 6e4 / 4
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -216,11 +245,8 @@ def test_awq_of_the_other_families_loads_in_transformers(
 
 
 def test_a_head_that_is_tied_and_stored_all_the_same_is_stored_once(tiny_llama, run_quantize, tmp_path):
-    folder, plain = tmp_path / "twice", tiny_llama(dtype="bfloat16")
-    folder.mkdir()
-    for name in os.listdir(plain):
-        (folder / name).write_bytes((plain / name).read_bytes())
-    tensors = load_file(plain / "model.safetensors")
+    folder = copy_of(tiny_llama(dtype="bfloat16"), tmp_path / "twice")
+    tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     report = run_quantize(folder, tmp_path / "out", "rtn")
@@ -229,11 +255,8 @@ def test_a_head_that_is_tied_and_stored_all_the_same_is_stored_once(tiny_llama, 
 
 
 def test_float32_tensors_are_cast_to_the_declared_dtype(tiny_llama, run_quantize, tmp_path):
-    folder, plain = tmp_path / "wide", tiny_llama(dtype="bfloat16")
-    folder.mkdir()
-    for name in os.listdir(plain):
-        (folder / name).write_bytes((plain / name).read_bytes())
-    wide = {name: tensor.float() for name, tensor in load_file(plain / "model.safetensors").items()}
+    folder = copy_of(tiny_llama(dtype="bfloat16"), tmp_path / "wide")
+    wide = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
     report = run_quantize(folder, tmp_path / "out", "rtn")
     tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -122,6 +122,16 @@ def test_a_layers_number_is_a_word_of_its_own(tmp_path):
     assert len(plan.targets) == 11 * 7
 
 
+def test_quantizing_some_of_the_linears_that_vllm_fuses_is_warned_of(tmp_path):
+    def warnings(*ignore):
+        return preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=ignore), tmp_path / "out").warnings
+
+    assert warnings() == warnings("layers.0") == warnings("down_proj", "o_proj") == warnings("mlp") == ()
+    (warning,) = warnings("v_proj")
+    assert "q_proj, k_proj, v_proj" in warning
+    assert "vLLM" in warning
+
+
 def test_ignoring_everything_is_refused(tmp_path):
     assert "nothing is left" in refuse(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=("layers",)), tmp_path / "o")
 
