@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from llmq.evals.task_run import TaskRun
 
 BUILTIN = "builtin"
-_DTYPES = {name: name for name in ("auto", "bf16", "fp16", "fp32")}
-_DTYPES |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # Above this share of generations that hit the cap or came back empty, a score says little about the model.
 _SUSPECT_SHARE = 0.02
 
@@ -37,7 +35,7 @@ def evaluate(
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.  [default: the task's]")] = None,
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Tasks as conversations.")] = False,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bf16, fp16 or fp32.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="auto (that of the activations), bf16, fp16 or fp32.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, int8, fp8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -154,13 +152,11 @@ def _both(key: str, candidate: Any, baseline: Any) -> list[str]:
 
 def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None) -> "Numerics":
     from llmq.evals.numerics import Numerics
+    from llmq.runtime.dtypes import parse_dtype
 
-    for flag, value in (("--dtype", dtype), ("--kv-dtype", kv_dtype)):
-        if value not in _DTYPES:
-            raise InputError(f"{flag} {value}: one of {', '.join(_DTYPES)}")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
-    return Numerics(_DTYPES[dtype], _DTYPES[kv_dtype], device, threads)
+    return Numerics(parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, threads)
 
 
 def _read_text(source: str) -> str:

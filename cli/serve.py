@@ -15,22 +15,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-_DTYPES = {
-    "auto": "auto",
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-}
-
 
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
     dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto (as --dtype), bf16, fp16, fp32.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")] = "auto",
     kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU to use.")] = 0.9,
     max_model_len: Annotated[
@@ -64,6 +54,7 @@ def serve(
     """
     from llmq.profiles.checkpoint import find_model
     from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import parse_dtype
     from llmq.runtime.server.server import ServerConfig
     from llmq.runtime.server.server import serve as run_server
 
@@ -79,8 +70,8 @@ def serve(
         path = find_model(model, progress=progress)
     engine = EngineConfig(
         model=str(path),
-        dtype=_dtype("--dtype", dtype),
-        kv_dtype=_dtype("--kv-dtype", kv_dtype),
+        dtype=parse_dtype("--dtype", dtype),
+        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
         device=device,
         max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
         max_num_seqs=max_num_seqs,
@@ -106,12 +97,6 @@ def serve(
     raise typer.Exit(exit_code)
 
 
-def _dtype(flag: str, name: str) -> str:
-    if name not in _DTYPES:
-        raise InputError(f"{flag} {name}: one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
 def _default_name(model: str) -> str:
     from pathlib import Path
 
@@ -123,13 +108,12 @@ def _default_name(model: str) -> str:
 
 def _check_memory(path: "Path", engine: "EngineConfig") -> None:
     """Refuse before any weight is read, and before torch is imported, what cannot fit."""
-    from llmq.profiles.architecture import ModelArchitecture
-    from llmq.profiles.checkpoint import read_config
+    from llmq.profiles.checkpoint import read_checkpoint
+    from llmq.runtime.dtypes import Dtypes
     from llmq.runtime.memory import plan_kv_cache
 
     if engine.kv_cache_memory_bytes is None:
         return
-    architecture = ModelArchitecture.from_config(read_config(path))
-    own = {"bfloat16": "bf16", "float16": "fp16"}.get(architecture.dtype, "fp32")
-    dtype = own if engine.dtype == "auto" else engine.dtype
-    plan_kv_cache(architecture, engine, dtype if engine.kv_dtype == "auto" else engine.kv_dtype, 0)
+    checkpoint = read_checkpoint(path)
+    dtypes = Dtypes.of(checkpoint.architecture.dtype, checkpoint.quantization, engine)
+    plan_kv_cache(checkpoint.architecture, engine, dtypes, 0)

@@ -68,7 +68,7 @@ class BatchInputs:
                     query_start_loc=query_start_loc,
                     seq_lens=seq_lens,
                     block_table=torch.from_numpy(table).to(device),
-                    slots=Slots(torch.from_numpy(slot_mapping).to(device), group.block_tokens),
+                    slots=Slots.of(torch.from_numpy(slot_mapping).to(device), group.block_tokens),
                     block_tokens=group.block_tokens,
                     window=group.spec.window,
                 )

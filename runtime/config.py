@@ -10,7 +10,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the checkpoint's own
-    kv_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the dtype of the activations
+    kv_dtype: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8", "int4"] = "auto"  # auto: see `numerics`
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_tokens: int = 16
     max_model_len: int | None = None  # None: the model's own context, or what the KV-cache holds if that is less

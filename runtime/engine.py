@@ -15,9 +15,11 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.config import EngineConfig
+from llmq.runtime.dtypes import Dtypes
 from llmq.runtime.executor import Executor, InProcessExecutor
+from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
-from llmq.runtime.kv_store import TORCH_DTYPES
+from llmq.runtime.kv_store import KVStore
 from llmq.runtime.memory import CPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.families import family_of
@@ -27,8 +29,6 @@ from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
 from llmq.runtime.weights import DecoderLoader
-
-CHECKPOINT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class Engine:
@@ -128,23 +128,24 @@ def _build(config: EngineConfig) -> Engine:
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = config.dtype if config.dtype != "auto" else CHECKPOINT_DTYPES.get(architecture.dtype, "fp32")
-    kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype
+    dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
         spare = available_memory_bytes() - checkpoint.total_bytes
-        plan = plan_kv_cache(architecture, config, kv_dtype, int(spare * CPU_SHARE))
-    loader = DecoderLoader(checkpoint, TORCH_DTYPES[dtype], device)
+        plan = plan_kv_cache(architecture, config, dtypes, int(spare * CPU_SHARE))
+    loader = DecoderLoader(checkpoint, TORCH_DTYPES[dtypes.dtype], device)
     max_positions = config.max_model_len or architecture.max_position_embeddings
+    static_scales = loader.kv_scales() if dtypes.has_static_kv_scales else None
     model = loader.load(max_positions)
     if config.kv_cache_memory_bytes is None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        plan = plan_kv_cache(architecture, config, kv_dtype, free - int(total * (1 - config.memory_utilization)))
+        plan = plan_kv_cache(architecture, config, dtypes, free - int(total * (1 - config.memory_utilization)))
 
     eos = _eos_token_ids(checkpoint)
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
     policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
-    runner = ModelRunner(model, plan.layout, plan.num_blocks, SdpaAttention(), Sampler(eos), device)
+    store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
+    runner = ModelRunner(model, store, SdpaAttention(), Sampler(eos), device)
     info = EngineInfo(
         model=config.model,
         vocab_size=architecture.vocab_size,
@@ -155,14 +156,12 @@ def _build(config: EngineConfig) -> Engine:
         kv_cache_bytes=plan.kv_cache_bytes,
         weight_bytes=model.num_bytes,
         device=str(device),
-        fingerprint=_fingerprint(checkpoint, loader, runner, dtype, kv_dtype),
+        fingerprint=_fingerprint(checkpoint, loader, runner, dtypes),
     )
     return Engine(scheduler, InProcessExecutor(runner), info, config)
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, loader: DecoderLoader, runner: ModelRunner, dtype: str, kv_dtype: str
-) -> dict[str, str]:
+def _fingerprint(checkpoint: Checkpoint, loader: DecoderLoader, runner: ModelRunner, dtypes: Dtypes) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
     model = runner.model
     kernels = {linear.kernel for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)}
@@ -171,9 +170,9 @@ def _fingerprint(
         "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
         "linear_kernels": ", ".join(sorted(kernels)),
         "attention_kernel": runner.attention.name,
-        "dtype": dtype,
-        "kv_dtype": kv_dtype,
-        "head": f"{dtype}{', tied' if tied else ''}",
+        "dtype": dtypes.dtype,
+        "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
+        "head": f"{dtypes.dtype}{', tied' if tied else ''}",
         "device": runner.device.type,
     }
 

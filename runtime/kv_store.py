@@ -1,10 +1,48 @@
 """KVStore: the tensors behind the blocks."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
-from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout, KVCacheSpec
+from llmq.runtime.kv_codec import SCALE_DTYPE, KVCodec, make_codec
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# layer -> the static scales of its K and of its V
+StaticScales = Mapping[int, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where each new token of a step goes, in one group: block and offset in it, each [num_tokens]."""
+
+    block: Tensor
+    offset: Tensor
+
+    @classmethod
+    def of(cls, slot_mapping: Tensor, block_tokens: int) -> "Slots":
+        return cls(slot_mapping // block_tokens, slot_mapping % block_tokens)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """K or V of one layer in every block."""
+
+    codec: KVCodec
+    payload: Tensor  # [num_blocks, block_tokens, num_kv_heads, head_dim / elements_per_item]
+    scales: Tensor | None  # [num_blocks, block_tokens, num_kv_heads]
+
+    def write(self, x: Tensor, slots: Slots) -> None:
+        payload, scales = self.codec.encode(x)
+        index = (slots.block, slots.offset)
+        self.payload.index_put_(index, payload)
+        if scales is not None:
+            self.scales.index_put_(index, scales)
+
+    def read(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        scales = None if self.scales is None else self.scales[table]
+        return self.codec.decode(self.payload[table], scales, dtype)
 
 
 class KVStore:
@@ -12,50 +50,62 @@ class KVStore:
 
     A block of a group with layers L0, L1, … and T tokens a block is laid out as
 
-        | L0: K [T, num_kv_heads, head_dim_k] | L0: V [T, num_kv_heads, head_dim_v] | L1: K | L1: V | …
+        | L0: K [T, num_kv_heads, head_dim_k] | K's scales [T, num_kv_heads] | L0: V | V's scales | L1: K | …
 
-    so that a block is one contiguous piece, whatever group it serves: copied, moved or sent with one call.
+    so that a block is one contiguous piece, whatever group it serves: copied, moved or sent with one call. Dtypes
+    without dynamic scales leave those out.
     """
 
-    def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVCacheLayout, num_blocks: int, device: torch.device, static_scales: StaticScales | None = None
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         # zeros: never read as values, but 0 × NaN of an uninitialised slot behind a mask would be NaN. On a CPU the
         # pages are only committed when they are written.
         self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parts: dict[int, tuple[_Part, _Part]] = {}
         for group in layout.groups:
-            spec, dtype = group.spec, TORCH_DTYPES[group.spec.dtype.name]
-            elements = self._blocks.view(dtype)  # [num_blocks, elements of a block]
             offset = 0
             for layer in group.layers:
-                views = []
-                for head_dim in (spec.head_dim_k, spec.head_dim_v):
-                    size = group.block_tokens * spec.num_kv_heads * head_dim
-                    part = elements[:, offset : offset + size]
-                    views.append(part.unflatten(1, (group.block_tokens, spec.num_kv_heads, head_dim)))
-                    offset += size
-                self._views[layer] = (views[0], views[1])
+                k_scale, v_scale = (static_scales or {}).get(layer, (None, None))
+                keys, offset = self._part(group, group.spec.head_dim_k, offset, k_scale)
+                values, offset = self._part(group, group.spec.head_dim_v, offset, v_scale)
+                self._parts[layer] = (keys, values)
 
     @property
     def num_bytes(self) -> int:
         return self._blocks.numel()
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [num_blocks, block_tokens, num_kv_heads, head_dim], strided views."""
-        return self._views[layer]
+    def spec(self, layer: int) -> KVCacheSpec:
+        return next(group.spec for group in self.layout.groups if layer in group.layers)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: "Slots") -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Slots) -> None:
         """Store keys and values [num_tokens, num_kv_heads, head_dim] of new tokens at their slots."""
-        k_blocks, v_blocks = self._views[layer]
-        index = (slots.block, slots.offset)
-        k_blocks.index_put_(index, keys.to(k_blocks.dtype))
-        v_blocks.index_put_(index, values.to(v_blocks.dtype))
+        for part, x in zip(self._parts[layer], (keys, values), strict=True):
+            part.write(x, slots)
 
+    def read(self, layer: int, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of the blocks in `table`, as stored: [*table.shape, block_tokens, num_kv_heads, head_dim]."""
+        keys, values = self._parts[layer]
+        return keys.read(table, dtype), values.read(table, dtype)
 
-class Slots:
-    """Where each new token of a step goes, in one group: block and offset in it, each [num_tokens]."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each: what a copy-on-write of a shared block needs."""
+        if copies:
+            source, target = torch.tensor(list(copies), device=self._blocks.device).T
+            self._blocks[target] = self._blocks[source]
 
-    def __init__(self, slot_mapping: torch.Tensor, block_tokens: int) -> None:
-        self.block = slot_mapping // block_tokens
-        self.offset = slot_mapping % block_tokens
+    def _part(self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None) -> tuple[_Part, int]:
+        """K or V of one layer, starting `offset` bytes into each block, and where it ends."""
+        shape = (group.block_tokens, group.spec.num_kv_heads)
+        codec = make_codec(group.spec.dtype, static_scale)
+        payload, offset = self._view(offset, codec.payload_dtype, (*shape, head_dim // codec.elements_per_item))
+        scales = None
+        if codec.has_scales:
+            scales, offset = self._view(offset, SCALE_DTYPE, shape)
+        return _Part(codec, payload, scales), offset
+
+    def _view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        return self._blocks[:, offset:end].view(dtype).unflatten(1, shape), end

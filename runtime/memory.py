@@ -7,6 +7,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
+from llmq.runtime.dtypes import Dtypes
 
 # Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
 CPU_SHARE = 0.3
@@ -24,7 +25,7 @@ class KVCachePlan:
 
 
 def plan_kv_cache(
-    architecture: ModelArchitecture, config: EngineConfig, kv_dtype: str, available_bytes: int
+    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, available_bytes: int
 ) -> KVCachePlan:
     """Blocks and longest request of an engine.
 
@@ -32,7 +33,12 @@ def plan_kv_cache(
     the longest request is what fits, up to the model's own context. Raises InputError where one request cannot fit,
     with what it needs, what there is, and what would work.
     """
-    layout = KVCacheLayout.of(architecture, kv_dtype, block_tokens=config.block_tokens)
+    layout = KVCacheLayout.of(
+        architecture,
+        dtypes.kv_dtype,
+        block_tokens=config.block_tokens,
+        dynamic_scales=not dtypes.has_static_kv_scales,
+    )
     context, step_tokens = architecture.max_position_embeddings, config.max_num_batched_tokens
     if config.max_model_len is not None and not 1 <= config.max_model_len <= context:
         raise InputError(f"--max-model-len {config.max_model_len}: this model's context is 1 to {context} tokens")
@@ -50,7 +56,7 @@ def plan_kv_cache(
         num_blocks = min(layout.num_blocks(max(0, available_bytes)), most)
     longest = layout.longest_sequence(num_blocks, wanted, step_tokens)
     if longest < (config.max_model_len or 1):
-        raise InputError(_does_not_fit(layout, wanted, num_blocks, longest, kv_dtype, step_tokens))
+        raise InputError(_does_not_fit(layout, wanted, num_blocks, longest, dtypes.kv_dtype, step_tokens))
     return KVCachePlan(layout, num_blocks, min(wanted, longest))
 
 
@@ -61,7 +67,7 @@ def _does_not_fit(
     remedies = [
         f"--kv-cache-memory {-(-needed // 2**20)}MiB or more",
         f"--max-model-len {longest} or less (or auto)" if longest else "",
-        "--kv-dtype bf16 (half the bytes)" if kv_dtype == "fp32" else "",
+        "--kv-dtype int8 or fp8 (about half the bytes of bf16)" if kv_dtype in ("fp32", "bf16", "fp16") else "",
     ]
     return (
         f"the KV-cache cannot hold one request of {wanted} tokens: it needs {format_bytes(needed)}, "

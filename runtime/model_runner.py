@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs, RunnerRequest
 from llmq.runtime.kv_store import KVStore
@@ -24,18 +23,16 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        layout: KVCacheLayout,
-        num_blocks: int,
+        store: KVStore,
         attention: AttentionBackend,
         sampler: Sampler,
         device: torch.device,
     ) -> None:
         self.model = model
-        self.layout = layout
         self.attention = attention
         self.sampler = sampler
         self.device = device
-        self.store = KVStore(layout, num_blocks, device)
+        self.store = store
         self.logits_observer: LogitsObserver | None = None
         self._requests: dict[str, RunnerRequest] = {}
 
@@ -45,11 +42,11 @@ class ModelRunner:
         for request_id in plan.forgotten_request_ids:
             self._requests.pop(request_id, None)
         for new in plan.new_requests:
-            self._requests[new.request_id] = RunnerRequest(new, len(self.layout.groups))
+            self._requests[new.request_id] = RunnerRequest(new, len(self.store.layout.groups))
         requests = [self._requests[item.request_id] for item in plan.scheduled]
         for item, request in zip(plan.scheduled, requests, strict=True):
             request.extend_blocks(item)
-        inputs = BatchInputs.build(plan.scheduled, requests, self.layout, self.device)
+        inputs = BatchInputs.build(plan.scheduled, requests, self.store.layout, self.device)
         hidden = self.model.forward(inputs, self.store, self.attention)
         prompt_logprobs = {
             request.request_id: self._score_prompt(item, request, hidden[start : start + item.num_scheduled_tokens])

@@ -75,6 +75,15 @@ class DecoderLoader:
         self._check_all_read()
         return decoder
 
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """The checkpoint's static scales of the KV-cache: layer -> K's and V's."""
+        return {
+            index: tuple(
+                float(self._dense(f"model.layers.{index}.self_attn.{name}_scale").float().squeeze()) for name in "kv"
+            )
+            for index in range(self.architecture.num_layers)
+        }
+
     def _layer(self, index: int) -> DecoderLayer:
         layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"

@@ -16,21 +16,20 @@ class ReferenceAttention:
         self, queries: torch.Tensor, layer: int, store: KVStore, prepared: AttentionMetadata, scale: float
     ) -> torch.Tensor:
         metadata = prepared
-        k_blocks, v_blocks = store.layer(layer)
         num_tokens, num_heads, _ = queries.shape
-        group_size = num_heads // k_blocks.shape[2]
-        output = torch.empty(num_tokens, num_heads, v_blocks.shape[3], dtype=queries.dtype, device=queries.device)
+        all_keys, all_values = store.read(layer, metadata.block_table, torch.float32)
+        group_size = num_heads // all_keys.shape[3]
+        output = queries.new_empty(num_tokens, num_heads, all_values.shape[4])
         for sequence, seq_len in enumerate(metadata.seq_lens):
             start, end = metadata.query_start_loc[sequence : sequence + 2]
             for token in range(start, end):
                 position = seq_len - (end - token)
                 first = 0 if metadata.window is None else max(0, position - metadata.window + 1)
                 seen = torch.arange(first, position + 1)
-                blocks = metadata.block_table[sequence, seen // metadata.block_tokens]
-                offsets = seen % metadata.block_tokens
+                block, offset = seen // metadata.block_tokens, seen % metadata.block_tokens
                 for head in range(num_heads):
-                    keys = k_blocks[blocks, offsets, head // group_size].float()
-                    values = v_blocks[blocks, offsets, head // group_size].float()
+                    keys = all_keys[sequence, block, offset, head // group_size]
+                    values = all_values[sequence, block, offset, head // group_size]
                     weights = torch.softmax(keys @ queries[token, head].float() * scale, dim=0)
                     output[token, head] = (weights @ values).to(output.dtype)
         return output

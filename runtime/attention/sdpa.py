@@ -31,16 +31,16 @@ class SdpaAttention:
     def __call__(
         self, queries: torch.Tensor, layer: int, store: KVStore, prepared: list[_Call], scale: float
     ) -> torch.Tensor:
-        k_blocks, v_blocks = store.layer(layer)
-        num_heads, num_kv_heads = queries.shape[1], k_blocks.shape[2]
+        spec = store.spec(layer)
+        num_heads, num_kv_heads = queries.shape[1], spec.num_kv_heads
         group_size = num_heads // num_kv_heads
-        output = torch.empty(*queries.shape[:2], v_blocks.shape[3], dtype=queries.dtype, device=queries.device)
+        output = queries.new_empty(*queries.shape[:2], spec.head_dim_v)
         for call in prepared:
             batch, num_queries = call.tokens.shape
             # [batch, num_kv_heads, num_keys, head_dim]
             keys, values = (
-                blocks[call.table].flatten(1, 2)[:, : call.num_keys].transpose(1, 2).to(queries.dtype)
-                for blocks in (k_blocks, v_blocks)
+                part.flatten(1, 2)[:, : call.num_keys].transpose(1, 2)
+                for part in store.read(layer, call.table, queries.dtype)
             )
             rows = queries[call.tokens]  # [batch, num_queries, num_heads, head_dim]
             if num_queries == 1:

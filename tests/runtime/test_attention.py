@@ -32,7 +32,7 @@ def build(sequences, heads, kv_heads, head_dim, window, block_tokens, seed):
         positions = torch.arange(length)
         slots = table[row, positions // block_tokens] * block_tokens + positions % block_tokens
         keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator)
-        store.write(1, keys, values, Slots(slots, block_tokens))
+        store.write(1, keys, values, Slots.of(slots, block_tokens))
     starts = [0]
     for new, _ in sequences:
         starts.append(starts[-1] + new)
@@ -40,7 +40,7 @@ def build(sequences, heads, kv_heads, head_dim, window, block_tokens, seed):
         query_start_loc=starts,
         seq_lens=lengths,
         block_table=table,
-        slots=Slots(torch.zeros(0, dtype=torch.int64), block_tokens),
+        slots=Slots.of(torch.zeros(0, dtype=torch.int64), block_tokens),
         block_tokens=block_tokens,
         window=window,
     )
@@ -67,8 +67,8 @@ def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, seed
 def test_the_definition_equals_dense_attention():
     queries, store, metadata = build([(12, 0)], 4, 2, 8, None, 4, 0)
     keys, values = (
-        blocks[metadata.block_table[0]].flatten(0, 1)[:12].transpose(0, 1).repeat_interleave(2, dim=0)
-        for blocks in store.layer(1)
+        part.flatten(0, 1)[:12].transpose(0, 1).repeat_interleave(2, dim=0)
+        for part in store.read(1, metadata.block_table[0], torch.float32)
     )
     dense = torch.nn.functional.scaled_dot_product_attention(queries.transpose(0, 1), keys, values, is_causal=True)
     made = ReferenceAttention()(queries, 1, store, metadata, 8**-0.5)
@@ -85,11 +85,11 @@ def test_layers_of_a_block_do_not_overlap(dtype):
     for layer, (slot, size) in enumerate([(3, 2), (11, 4), (2, 2), (8, 4)]):
         heads = layout.groups[layer % 2].spec.num_kv_heads
         keys, values = torch.full((1, heads, 8), 10.0 + layer), torch.full((1, heads, 4), 20.0 + layer)
-        store.write(layer, keys, values, Slots(torch.tensor([slot]), size))
+        store.write(layer, keys, values, Slots.of(torch.tensor([slot]), size))
     for layer, (slot, size) in enumerate([(3, 2), (11, 4), (2, 2), (8, 4)]):
-        k_blocks, v_blocks = store.layer(layer)
-        assert (k_blocks[slot // size, slot % size] == 10 + layer).all()
-        assert (v_blocks[slot // size, slot % size] == 20 + layer).all()
+        keys, values = store.read(layer, torch.tensor([slot // size]), torch.float32)
+        assert (keys[0, slot % size] == 10 + layer).all()
+        assert (values[0, slot % size] == 20 + layer).all()
     written = sum(spec.num_kv_heads * 12 * 2 for spec in specs)
     itemsize = KV_DTYPES[dtype].bits // 8
     assert int((store._blocks.view(-1, itemsize).any(dim=1)).sum()) == written
