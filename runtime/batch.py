@@ -1,8 +1,10 @@
 """BatchInputs: a step as tensors, built from the runner's own state of each request."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,7 +23,17 @@ class RunnerRequest:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.params = new.sampling_params
         self.score_prompt = new.score_prompt
+        self.forks = new.forks  # until the first token is sampled
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def sampled_as(self) -> "list[RunnerRequest]":
+        """Itself, and its forks as they are at the first token: same tokens, their own seeds."""
+        forks = []
+        for _, seed in self.forks:
+            fork = copy.copy(self)
+            fork.params = msgspec.structs.replace(self.params, seed=seed)
+            forks.append(fork)
+        return [self, *forks]
 
     def extend_blocks(self, item: ScheduledRequest) -> None:
         for blocks, new_ids, first in zip(self.block_ids, item.block_ids, item.first_block, strict=True):

@@ -61,10 +61,15 @@ class Engine:
             raise ValueError(f"a prompt token id is outside 0 … {self.info.vocab_size - 1}")
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             raise ValueError("max_tokens 0 without prompt_logprobs asks for nothing")
+        if request.forks and params.max_tokens == 0:
+            raise ValueError("forks of a request that generates nothing")
         if params.seed is None:
             # Drawn once, here: sampling is then a function of (seed, position), also after a preemption.
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling_params=params)
+        if request.forks:
+            forks = [(name, self._seeds.getrandbits(63) if seed is None else seed) for name, seed in request.forks]
+            request = msgspec.structs.replace(request, forks=forks)
         self.scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:

@@ -36,6 +36,7 @@ class KVCacheManager:
         self.prefix_cache_queries = 0  # tokens asked for, tokens found
         self.prefix_cache_hits = 0
         self._blocks: dict[str, tuple[BlockList, ...]] = {}
+        self._copies: list[tuple[int, int]] = []
         self._num_registered: dict[str, list[int]] = {}  # full blocks already offered to the prefix cache, by group
         # A hit has to end on a block border of every group.
         self._hit_alignment = math.lcm(*(group.block_tokens for group in self.groups))
@@ -69,9 +70,10 @@ class KVCacheManager:
             max(0, -(-(num_computed + num_new_tokens) // group.block_tokens) - len(blocks))
             for group, blocks in zip(self.groups, lists, strict=True)
         ]
+        shared = [] if hit else self._shared_blocks_to_write(held, num_computed)
         # Reviving a cached block that nobody uses takes it from the free queue too.
         revived = {b.block_id for blocks in hit.blocks for b in blocks if b and not b.ref_count} if hit else ()
-        if sum(missing) > self.pool.num_free_blocks - len(revived):
+        if sum(missing) + len(shared) > self.pool.num_free_blocks - len(revived):
             return False
         if hit:
             for blocks in hit.blocks:
@@ -82,6 +84,11 @@ class KVCacheManager:
             self._num_registered[request.request_id] = [len(blocks) for blocks in held]
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += hit.num_tokens
+        for blocks, position in shared:
+            source, (target,) = blocks[position], self.pool.allocate(1)
+            self._copies.append((source.block_id, target.block_id))
+            blocks[position] = target
+            self.pool.release([source])
         for blocks, count in zip(held, missing, strict=True):
             blocks.extend(self.pool.allocate(count))
         self._blocks[request.request_id] = held
@@ -95,6 +102,20 @@ class KVCacheManager:
             max(0, group.blocks_for(request.num_tokens) - sum(b is not None for b in blocks))
             for group, blocks in zip(self.groups, hit.blocks, strict=True)
         )
+
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """Give `child_id` the blocks of its parent, shared: whoever writes into a shared block gets a copy first."""
+        self._blocks[child_id] = tuple(list(blocks) for blocks in self._blocks[parent_id])
+        self._num_registered[child_id] = list(self._num_registered[parent_id])
+        for blocks in self._blocks[child_id]:
+            for block in blocks:
+                if block is not None:
+                    self.pool.acquire(block)
+
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """(source, target) of every copy-on-write since the last call: to be carried out before anything is written."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def block_ids(self, request_id: str, first: Sequence[int] | None = None) -> tuple[list[int], ...]:
         """Block table of each group, from position `first[group]` on.
@@ -142,6 +163,15 @@ class KVCacheManager:
                     if block is not None:
                         references[block.block_id] = references.get(block.block_id, 0) + 1
         self.pool.check_integrity(references)
+
+    def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[BlockList, int]]:
+        """Partly filled blocks that the next token goes into and others hold too, as (list, position)."""
+        found = []
+        for group, blocks in zip(self.groups, held, strict=True):
+            position = num_computed // group.block_tokens
+            if position < len(blocks) and blocks[position].ref_count > 1:
+                found.append((blocks, position))
+        return found
 
     def _release_outside_window(self, held: tuple[BlockList, ...], num_computed: int) -> None:
         """The next query sees positions from num_computed - window + 1 on; blocks that end before are given back."""

@@ -1,7 +1,9 @@
 """ModelRunner: owns weights, KVStore and device buffers, executes plans, and decides nothing."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from llmq.runtime.attention.base import AttentionBackend
@@ -46,6 +48,7 @@ class ModelRunner:
         requests = [self._requests[item.request_id] for item in plan.scheduled]
         for item, request in zip(plan.scheduled, requests, strict=True):
             request.extend_blocks(item)
+        self.store.copy_blocks(plan.block_copies)
         inputs = BatchInputs.build(plan.scheduled, requests, self.store.layout, self.device)
         hidden = self.model.forward(inputs, self.store, self.attention)
         prompt_logprobs = {
@@ -60,6 +63,7 @@ class ModelRunner:
                     token_ids=made.token_ids if made else [],
                     logprobs=made.logprobs if made else [],
                     prompt_logprobs=prompt_logprobs.get(request.request_id, []),
+                    forks=made.forks if made else [],
                 )
                 for request, made in zip(requests, sampled, strict=True)
             }
@@ -78,9 +82,16 @@ class ModelRunner:
             return results
         last = torch.tensor([query_start_loc[index + 1] - 1 for index in rows], device=self.device)
         logits = self.model.logits(hidden[last])
-        for index, made in zip(rows, self.sampler(logits, [requests[index] for index in rows]), strict=True):
-            requests[index].token_ids.extend(made.token_ids)
-            results[index] = made
+        samples = [requests[index].sampled_as() for index in rows]
+        counts = torch.tensor([len(group) for group in samples], device=self.device)
+        made = iter(
+            self.sampler(logits.repeat_interleave(counts, dim=0), [request for group in samples for request in group])
+        )
+        for index, group in zip(rows, samples, strict=True):
+            own, *forks = itertools.islice(made, len(group))
+            requests[index].token_ids.extend(own.token_ids)
+            requests[index].forks = []
+            results[index] = msgspec.structs.replace(own, forks=forks)
         return results
 
     def _score_prompt(self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor):

@@ -18,6 +18,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time_s: float = 0.0  # time.monotonic() where it was accepted
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # requests share prefix blocks only under the same salt
+    # More continuations of the same prompt, (request_id, seed) each: the prompt is computed once, its blocks are shared
+    # until the texts part, and from the first token on each is a request of its own.
+    forks: list[tuple[str, int | None]] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +85,7 @@ class Request:
         self.arrival_time_s = request.arrival_time_s
         self.priority = request.priority
         self.cache_salt = request.cache_salt
+        self.forks = request.forks  # until the first token
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
@@ -107,6 +111,25 @@ class Request:
         if self.prompt_logprobs_pending:
             limit = min(limit, self.sampling_params.prompt_logprobs_start - 1)
         return limit
+
+    def fork(self, request_id: str, seed: int | None) -> "Request":
+        """Another continuation of what is computed: same tokens, same parameters but for the seed."""
+        params = msgspec.structs.replace(self.sampling_params, seed=seed, prompt_logprobs=None)
+        child = Request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=self.token_ids,
+                sampling_params=params,
+                arrival_time_s=self.arrival_time_s,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+            )
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.block_digests = [list(digests) for digests in self.block_digests]
+        return child
 
     @property
     def order(self) -> tuple[int, float]:

@@ -29,23 +29,30 @@ class Scheduler:
         self.waiting: list[Request] = []  # in `Request.order`
         self.num_preemptions = 0
         self._requests: dict[str, Request] = {}
+        self._parents: dict[str, Request] = {}  # of forks that are still to come
         self._known_to_runner: dict[str, list[int]] = {}  # request -> blocks sent, by group
         self._forgotten: list[str] = []
         self._step = 0
 
     def add_request(self, request: EngineRequest) -> None:
-        if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use")
+        names = [request.request_id, *(name for name, _ in request.forks)]
+        for name in names:
+            if name in self._requests or name in self._parents or names.count(name) > 1:
+                raise ValueError(f"request id {name!r} is in use")
         state = Request(request)
         self._requests[state.request_id] = state
-        bisect.insort(self.waiting, state, key=lambda waiting: waiting.order)
+        self._parents.update({name: state for name, _ in request.forks})
+        bisect.insort(self.waiting, state, key=_order)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks freed. None when it is not known (it may just have finished)."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is not None:
+            self._finish(request)
+        elif (parent := self._parents.pop(request_id, None)) is not None:
+            parent.forks = [fork for fork in parent.forks if fork[0] != request_id]
+        else:
             return None
-        self._finish(request)
         return RequestOutput(request_id=request_id, finish_reason="abort")
 
     @property
@@ -107,8 +114,26 @@ class Scheduler:
             request.prompt_logprobs.extend(made.prompt_logprobs)
             self.kv.commit(request)
             if request.num_computed_tokens >= request.num_tokens:
+                children = self._fork(request)
                 outputs.append(self._commit_tokens(request, made))
+                outputs += map(self._commit_tokens, children, made.forks)
         return outputs
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The request's forks as requests of their own, sharing its blocks: running, or waiting where there is no
+        room for more sequences."""
+        children = [request.fork(name, seed) for name, seed in request.forks]
+        request.forks = []
+        for child in children:
+            self._parents.pop(child.request_id)
+            self._requests[child.request_id] = child
+            if len(self.running) < self.policy.max_num_seqs:
+                self.kv.fork(request.request_id, child.request_id)
+                bisect.insort(self.running, child, key=_order)
+            else:
+                child.num_computed_tokens = 0
+                bisect.insort(self.waiting, child, key=_order)
+        return children
 
     def _commit_tokens(self, request: Request, made) -> RequestOutput:
         accepted = 0
@@ -147,7 +172,7 @@ class Scheduler:
         request.num_computed_tokens = num_cached_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
-        bisect.insort(self.running, request, key=lambda running: running.order)
+        bisect.insort(self.running, request, key=_order)
 
     def _preempt(self, victim: Request) -> None:
         self.running.remove(victim)
@@ -157,10 +182,12 @@ class Scheduler:
         victim.prompt_logprobs = []  # not delivered yet: they are computed again
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort_left(self.waiting, victim, key=lambda waiting: waiting.order)
+        bisect.insort_left(self.waiting, victim, key=_order)
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]
+        for name, _ in request.forks:  # it ended before its first token, and they with it
+            self._parents.pop(name, None)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
@@ -184,8 +211,14 @@ class Scheduler:
                         num_prompt_tokens=request.num_prompt_tokens,
                         sampling_params=request.sampling_params,
                         score_prompt=request.prompt_logprobs_pending,
+                        forks=request.forks,
                     )
                 )
+            # The block that is written next is sent again: a copy-on-write may have replaced it.
+            sent = [
+                min(first, request.num_computed_tokens // group.block_tokens)
+                for first, group in zip(sent, self.kv.groups, strict=True)
+            ]
             block_ids = self.kv.block_ids(request.request_id, sent)
             items.append(
                 ScheduledRequest(
@@ -208,5 +241,10 @@ class Scheduler:
             new_requests=new_requests,
             scheduled=items,
             forgotten_request_ids=forgotten,
+            block_copies=self.kv.take_block_copies(),
             num_scheduled_tokens=sum(num_new for _, num_new in scheduled),
         )
+
+
+def _order(request: Request) -> tuple[int, float]:
+    return request.order

@@ -14,6 +14,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams
     score_prompt: bool  # prompt log probabilities are still owed
+    forks: list[tuple[str, int | None]] = []  # further samples of the first token: their names and seeds
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
     forgotten_request_ids: list[str]  # finished, aborted or preempted since the last step
+    block_copies: list[tuple[int, int]]  # (source, target), before anything is written: copy-on-write
     num_scheduled_tokens: int
 
 
@@ -41,6 +43,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt positions predicted in this step, in order
+    forks: list["RequestResult"] = []  # the first tokens of `NewRequest.forks`
     error: str | None = None
 
 

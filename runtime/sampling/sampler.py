@@ -6,7 +6,7 @@ import torch
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling.logprobs import token_logprobs
-from llmq.runtime.sampling.noise import uniforms
+from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.processors import PROCESSORS
 from llmq.runtime.scheduler_output import RequestResult
 
@@ -41,33 +41,31 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
-    """Draw from each row's distribution after temperature, top-k, top-p and min-p, by inversion of its cumulative sum.
+    """Draw from each row's distribution after temperature, top-k, top-p and min-p.
 
-    The one uniform number of a row is keyed by (seed, position), so that a seeded request draws the same token alone
-    and in a batch, before and after a preemption.
+    The token with the largest p / e is drawn, e ~ Exp(1) for each token (the Gumbel-max trick): exact, and unlike the
+    inversion of a cumulative sum, whose every border can fall between two roundings, it changes with the last bits of
+    the logits only where two tokens tie. The noise is keyed by (seed, position, token), so that a seeded request draws
+    the same token alone and in a batch, before and after a preemption.
     """
     temperatures = torch.tensor([request.params.temperature for request in requests], device=logits.device)
     probs = torch.softmax(logits / temperatures[:, None], dim=-1, dtype=torch.float32)
-    drawn = torch.from_numpy(
-        uniforms([request.params.seed for request in requests], [len(request.token_ids) for request in requests])
-    ).to(logits.device)
-    chosen = [0] * len(requests)
-    truncated = [row for row, request in enumerate(requests) if _truncates(request)]
-    whole = [row for row, request in enumerate(requests) if not _truncates(request)]
-    if whole:
-        for row, token_id in zip(whole, invert(probs[whole], drawn[whole]).tolist(), strict=True):
-            chosen[row] = token_id
-    if truncated:
-        widest = max(requests[row].params.top_k for row in truncated)
-        width = min(probs.shape[1], max(NUM_CANDIDATES, widest))
-        kept, token_ids = torch.topk(probs[truncated], width, dim=-1)
-        for index, row in enumerate(truncated):
-            params = requests[row].params
-            candidates, ids = truncate(kept[index], params.top_k, params.top_p, params.min_p), token_ids[index]
+    chosen = []
+    width = min(probs.shape[1], max(NUM_CANDIDATES, *(request.params.top_k for request in requests)))
+    for row, request in zip(probs, requests, strict=True):
+        params = request.params
+        if not _truncates(request):
+            candidates, ids = row, torch.arange(len(row), device=row.device)
+        else:
+            head, ids = torch.topk(row, width)
+            candidates = truncate(head, params.top_k, params.top_p, params.min_p)
             if candidates is None:
-                ordered, ids = torch.sort(probs[row], descending=True, stable=True)
+                ordered, ids = torch.sort(row, descending=True, stable=True)
                 candidates = truncate(ordered, params.top_k, params.top_p, params.min_p)
-            chosen[row] = int(ids[invert(candidates[None], drawn[row : row + 1])[0]])
+            ids = ids[: len(candidates)]
+        noise = exponentials(params.seed, len(request.token_ids), ids.cpu().numpy())
+        best = torch.argmax(candidates.double() / torch.from_numpy(noise).to(candidates.device))
+        chosen.append(int(ids[best]))
     return chosen
 
 
@@ -96,16 +94,6 @@ def truncate(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tor
             return None
         keep, is_whole = min(keep, above), True
     return probs[: max(1, keep)] if is_whole else None
-
-
-def invert(probs: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Index in each row where the cumulative sum of `probs` [rows, n], normalized, first exceeds `drawn` [rows]."""
-    cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
-    target = drawn[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Rounding may put the target past the last token that has any probability.
-    last = probs.shape[1] - 1 - torch.argmax((probs.flip(-1) > 0).to(torch.int8), dim=-1)
-    return torch.minimum(index, last)
 
 
 def _truncates(request: RunnerRequest) -> bool:

@@ -189,3 +189,41 @@ def test_window_blocks_are_given_back():
         kv.commit(request)
         most = max(most, kv.pool.num_blocks - kv.pool.num_free_blocks)
     assert most == WINDOW_ALONE.blocks_for(61) == 4
+
+
+def test_a_fork_shares_blocks_until_it_writes():
+    kv = KVCacheManager(ONE_GROUP, 10)
+    parent = new_request("parent", [1] * 6)  # one full block, one with 2 of 4
+    admit(kv, parent)
+    child = parent.fork("child", seed=None)
+    kv.fork("parent", "child")
+    assert kv.block_ids("child") == kv.block_ids("parent")
+    assert kv.pool.num_free_blocks == 8
+    for request in (child, parent):
+        request.token_ids.append(2)
+        assert kv.allocate_slots(request, 1)
+    (full, own), (same, copied) = kv.block_ids("parent")[0], kv.block_ids("child")[0]
+    assert full == same
+    assert own != copied
+    # The child wrote first, so it took the copy; the parent is alone on the original by then.
+    assert kv.take_block_copies() == [(own, copied)]
+    assert kv.take_block_copies() == []
+    kv.check_integrity()
+    kv.free("parent")
+    kv.check_integrity()
+    kv.free("child")
+    assert kv.pool.num_free_blocks == 10
+
+
+def test_a_fork_that_cannot_have_its_copy_waits():
+    kv = KVCacheManager(ONE_GROUP, 2)
+    parent = new_request("parent", [1] * 6)
+    admit(kv, parent)
+    child = parent.fork("child", seed=None)
+    kv.fork("parent", "child")
+    child.token_ids.append(2)
+    assert not kv.allocate_slots(child, 1)
+    assert kv.take_block_copies() == []
+    kv.free("parent")
+    assert kv.allocate_slots(child, 1)  # alone on it now: nothing to copy
+    assert kv.take_block_copies() == []
