@@ -1,7 +1,7 @@
 """`llmq kv-budget`: how many tokens and sequences fit, from config.json alone."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,21 +37,26 @@ def kv_budget(
     """
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget
-    from llmq.profiles.checkpoint import find_model, read_config
-    from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
+    from llmq.profiles.checkpoint import find_model, has_weights, read_config, read_quantization
+    from llmq.profiles.kv_spec import KVCacheLayout
     from llmq.profiles.weight_size import weight_size
     from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes, parse_dtype
 
     with console.progress() as progress:
         path = find_model(model, config_only=True, progress=progress)
-    architecture = ModelArchitecture.from_config(read_config(path))
-    own_dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(architecture.dtype, "bf16")
+    config = read_config(path)
+    architecture = ModelArchitecture.from_config(config)
+    engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
+    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
+    # With the weights at hand, as serve decides it; for a config alone, as the format has it.
+    as_served = not dtypes.has_static_kv_scales if has_weights(path) else None
     layout = KVCacheLayout.of(
         architecture,
-        _choice("--kv-dtype", kv_dtype, {"auto": own_dtype, **{name: name for name in KV_DTYPES}}),
+        dtypes.kv_dtype,
         block_tokens=block_size,
         tensor_parallel=tp,
-        dynamic_scales=_choice("--kv-scales", kv_scales, {"auto": None, "static": False, "dynamic": True}),
+        dynamic_scales=_choice("--kv-scales", kv_scales, {"auto": as_served, "static": False, "dynamic": True}),
     )
     sizes = weight_size(path, weights)
     rank_weights = -(-sizes.num_bytes // tp)
@@ -61,7 +66,7 @@ def kv_budget(
         ranks=tp,
         num_tokens=parse_tokens(ctx) if ctx else architecture.max_position_embeddings,
         weights=sizes,
-        step_tokens=EngineConfig(model="").max_num_batched_tokens,
+        step_tokens=engine.max_num_batched_tokens,
         memory=_memory(gpu, memory, kv_cache_memory, gpu_memory_utilization, rank_weights),
     )
     if as_json:
@@ -179,8 +184,6 @@ def _notes(budget: "Budget", ctx: str | None) -> list[str]:
         notes.append(f"The model's own context is {arch.max_position_embeddings:,} tokens.")
     if dtype.bits < 16 and not dtype.scale_bytes:
         notes.append("Scales are static: one for K and one for V of each layer, in the checkpoint.")
-    if dtype.name not in _served_kv_dtypes():
-        notes.append(f"llmq serve stores {', '.join(_served_kv_dtypes())}; {dtype.name} is arithmetic here.")
     if budget.ranks > arch.num_kv_heads:
         notes.append(f"Each KV head is held by {budget.ranks // arch.num_kv_heads} ranks.")
     if budget.ranks > 1:
@@ -195,13 +198,6 @@ def _notes(budget: "Budget", ctx: str | None) -> list[str]:
     elif not budget.num_sequences:
         notes.append("Not one sequence fits: a shorter --ctx, more ranks (--tp), or fewer bits (--kv-dtype fp8).")
     return notes
-
-
-def _served_kv_dtypes() -> tuple[str, ...]:
-    """The KV dtypes that the runtime stores today."""
-    from llmq.runtime.config import EngineConfig
-
-    return tuple(name for name in get_args(get_type_hints(EngineConfig)["kv_dtype"]) if name != "auto")
 
 
 def _as_json(model: str, budget: "Budget") -> dict[str, Any]:

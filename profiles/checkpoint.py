@@ -78,6 +78,11 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
+def has_weights(path: Path) -> bool:
+    """Whether the folder `path` holds weights, or their headers (a hub model of which only the config was taken)."""
+    return path.is_dir() and ((path / REMOTE_HEADERS).is_file() or any(path.glob("*.safetensors")))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a folder, or that file itself."""
     return _read_json(path / "config.json" if path.is_dir() else path)

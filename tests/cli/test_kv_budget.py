@@ -139,11 +139,13 @@ def test_the_number_of_blocks_is_what_the_runtime_allocates(folder, config, memo
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.units import parse_bytes
     from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes
     from llmq.runtime.memory import plan_kv_cache
 
     printed = budget(folder(config), "--kv-cache-memory", memory, "--block-size", block_size)
     engine = EngineConfig(model="", kv_cache_memory_bytes=parse_bytes(memory), block_tokens=int(block_size))
-    plan = plan_kv_cache(ModelArchitecture.from_config(config), engine, "bf16", available_bytes=0)
+    dtypes = Dtypes.of(config["torch_dtype"], None, engine)
+    plan = plan_kv_cache(ModelArchitecture.from_config(config), engine, dtypes, available_bytes=0)
     assert printed["memory"]["num_blocks"] == plan.num_blocks
     assert min(printed["memory"]["longest_sequence"], config["max_position_embeddings"]) == plan.max_model_len
 
@@ -178,7 +180,7 @@ def test_the_model_s_own_context_is_the_default(folder):
     ("args", "message"),
     [
         (["--tp", "4"], "--tp 4 does not split 9 heads and 3 KV heads evenly; valid: 1, 3, 9"),
-        (["--kv-dtype", "fp9"], "--kv-dtype fp9: one of auto, fp32, bf16"),
+        (["--kv-dtype", "fp9"], "--kv-dtype fp9: one of auto, bf16, fp16"),
         (["--kv-scales", "some"], "--kv-scales some: one of auto, static, dynamic"),
         (["--gpu", "h100", "--memory", "80GiB"], "--gpu and --memory exclude each other"),
         (["--gpu", "h10"], "did you mean H100 SXM"),
@@ -206,3 +208,19 @@ def test_no_torch_is_imported(folder):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["num_tokens"] == 8192
     assert done.stderr.strip() == "False"
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("name", ["tiny", "llmc-fp8-kv"])
+def test_a_checkpoint_is_budgeted_as_it_is_served(tiny_llama, request, kv_dtype, name):
+    """Whole folders, not config.json alone: the same blocks as an engine allocates, scales static or dynamic."""
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.engine import Engine
+
+    model = tiny_llama() if name == "tiny" else request.getfixturevalue("shared") / "interop" / name
+    printed = budget(str(model), "--kv-cache-memory", "3MiB", "--kv-dtype", kv_dtype)
+    engine = Engine.from_config(
+        EngineConfig(model=str(model), kv_cache_memory_bytes=3 << 20, kv_dtype=kv_dtype, threads=1, device="cpu")
+    )
+    assert printed["memory"]["num_blocks"] == engine.info.num_blocks
+    assert printed["memory"]["num_blocks"] * printed["per_rank"]["block_bytes"] == engine.info.kv_cache_bytes
