@@ -5,8 +5,11 @@ import json
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.server.schema import ChatRequest, CompletionRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -28,6 +31,9 @@ def test_models_and_version(serving: Callable):
             missing = await s.http.get("/v1/models/org/other")
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
             assert (await s.http.get("/version")).json()["numerics"] == {"dtype": "none"}
+            schemas = (await s.http.get("/openapi.json")).json()["components"]["schemas"]
+            assert len(schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]) == 4
+            assert schemas["ChatRequest"]["additionalProperties"] is False
 
     run(body())
 
@@ -276,6 +282,28 @@ def test_a_body_that_is_no_request_is_refused(serving: Callable, content: bytes)
                 response = await s.http.post(TEXT, content=content, headers=headers)
                 assert response.status_code == 400
                 assert response.json()["error"]["message"]
+
+    run(body())
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = sorted(set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | {"tools", "best_of", "x"})
+
+
+@given(path=st.sampled_from([TEXT, CHAT]), changes=st.dictionaries(st.sampled_from(_FIELDS), _ANYTHING, max_size=3))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_body_is_a_server_error(serving: Callable, path: str, changes: dict):
+    async def body():
+        async with serving() as s:
+            start = {"model": "tiny", "max_tokens": 2} | ({"prompt": "a"} if path == TEXT else {"messages": HI})
+            content = json.dumps(start | changes)
+            response = await s.http.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (response.status_code, response.text)
+            assert not s.engine.has_unfinished_requests
 
     run(body())
 
