@@ -114,6 +114,8 @@ class Engine:
             prefix_cache_queries=kv.prefix_cache_queries,
             prefix_cache_hits=kv.prefix_cache_hits,
             num_preemptions=self.scheduler.num_preemptions,
+            preempted_tokens=self.scheduler.preempted_tokens,
+            num_deferrals=self.scheduler.num_deferrals,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:

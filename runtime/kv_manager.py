@@ -3,7 +3,7 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout
@@ -20,6 +20,8 @@ class PrefixHit:
 
     num_tokens: int
     blocks: tuple[BlockList, ...]
+    # The block after the hit is being computed for a running request: once it is there, it is a hit too.
+    continues_soon: bool = False
 
 
 class KVCacheManager:
@@ -37,6 +39,8 @@ class KVCacheManager:
         self.prefix_cache_hits = 0
         self._blocks: dict[str, tuple[BlockList, ...]] = {}
         self._copies: list[tuple[int, int]] = []
+        self._being_computed: dict[bytes, str] = {}  # digest of a full block -> who is at it
+        self._announced: dict[str, list[bytes]] = {}
         self._num_registered: dict[str, list[int]] = {}  # full blocks already offered to the prefix cache, by group
         # A hit has to end on a block border of every group.
         self._hit_alignment = math.lcm(*(group.block_tokens for group in self.groups))
@@ -53,7 +57,13 @@ class KVCacheManager:
             for index, group in enumerate(self.groups):
                 num_tokens = self._longest_hit(request, index, group, num_tokens)
         return PrefixHit(
-            num_tokens, tuple(self._hit_blocks(request, index, g, num_tokens) for index, g in enumerate(self.groups))
+            num_tokens,
+            tuple(self._hit_blocks(request, index, group, num_tokens) for index, group in enumerate(self.groups)),
+            continues_soon=num_tokens < limit
+            and any(
+                request.block_digests[index][num_tokens // group.block_tokens] in self._being_computed
+                for index, group in enumerate(self.groups)
+            ),
         )
 
     def allocate_slots(self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None) -> bool:
@@ -84,6 +94,7 @@ class KVCacheManager:
             self._num_registered[request.request_id] = [len(blocks) for blocks in held]
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += hit.num_tokens
+            self._announce(request)
         for blocks, position in shared:
             source, (target,) = blocks[position], self.pool.allocate(1)
             self._copies.append((source.block_id, target.block_id))
@@ -140,16 +151,15 @@ class KVCacheManager:
         for index, (group, blocks) in enumerate(zip(self.groups, self._blocks[request.request_id], strict=True)):
             num_full = min(request.num_computed_tokens // group.block_tokens, len(request.block_digests[index]))
             for position in range(registered[index], num_full):
+                digest = request.block_digests[index][position]
                 if blocks[position] is not None:
-                    self.pool.register(
-                        blocks[position],
-                        request.block_digests[index][position],
-                        _block_tokens(request, group, position),
-                    )
+                    self.pool.register(blocks[position], digest, _block_tokens(request, group, position))
+                self._withdraw(request.request_id, [digest])
             registered[index] = max(registered[index], num_full)
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, its tail first."""
+        self._withdraw(request_id, self._announced.pop(request_id, ()))
         self._num_registered.pop(request_id, None)
         for blocks in self._blocks.pop(request_id, ()):
             self.pool.release(block for block in reversed(blocks) if block is not None)
@@ -163,6 +173,18 @@ class KVCacheManager:
                     if block is not None:
                         references[block.block_id] = references.get(block.block_id, 0) + 1
         self.pool.check_integrity(references)
+
+    def _announce(self, request: Request) -> None:
+        """Let requests that share its prefix wait for what this one is about to compute."""
+        digests = [digest for chain in request.block_digests for digest in chain]
+        self._announced[request.request_id] = digests
+        for digest in digests:
+            self._being_computed.setdefault(digest, request.request_id)
+
+    def _withdraw(self, request_id: str, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            if self._being_computed.get(digest) == request_id:
+                del self._being_computed[digest]
 
     def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[BlockList, int]]:
         """Partly filled blocks that the next token goes into and others hold too, as (list, position)."""

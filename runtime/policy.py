@@ -6,6 +6,5 @@ import msgspec
 class StepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
-    # Free blocks that must remain for each running request when another is admitted, so that those running can grow
-    # by a block before anything is preempted.
-    reserve_blocks_per_running: int = 1
+    # False is static batching: nothing is admitted before all that runs has ended. For comparison in benchmarks only.
+    admit_while_running: bool = True

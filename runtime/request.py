@@ -18,6 +18,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time_s: float = 0.0  # time.monotonic() where it was accepted
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # requests share prefix blocks only under the same salt
+    tenant: str = ""  # whose share it counts against, where several wait
     # More continuations of the same prompt, (request_id, seed) each: the prompt is computed once, its blocks are shared
     # until the texts part, and from the first token on each is a request of its own.
     forks: list[tuple[str, int | None]] = []
@@ -59,6 +60,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int  # tokens
     prefix_cache_hits: int  # tokens
     num_preemptions: int
+    preempted_tokens: int = 0  # computed, then given up to make room: they are computed again
+    num_deferrals: int = 0  # steps in which a request waited that there were blocks for, so that others can go on
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +88,7 @@ class Request:
         self.arrival_time_s = request.arrival_time_s
         self.priority = request.priority
         self.cache_salt = request.cache_salt
+        self.tenant = request.tenant
         self.forks = request.forks  # until the first token
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
@@ -102,6 +106,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_remaining_tokens(self) -> int:
+        """Tokens that it may still generate."""
+        return max(0, self.sampling_params.max_tokens - self.num_output_tokens)
 
     @property
     def max_cached_tokens(self) -> int:
@@ -123,6 +132,7 @@ class Request:
                 arrival_time_s=self.arrival_time_s,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
+                tenant=self.tenant,
             )
         )
         child.num_prompt_tokens = self.num_prompt_tokens

@@ -3,7 +3,9 @@
 import bisect
 from collections.abc import Iterable
 
-from llmq.runtime.kv_manager import KVCacheManager
+from llmq.runtime.admission import LengthHistory, peak_blocks
+from llmq.runtime.fair_queue import FairQueue
+from llmq.runtime.kv_manager import KVCacheManager, PrefixHit
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineRequest, FinishReason, Request, RequestOutput
 from llmq.runtime.scheduler_output import NewRequest, ScheduledRequest, SchedulerOutput, StepResult
@@ -26,8 +28,9 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.running: list[Request] = []  # in `Request.order`
-        self.waiting: list[Request] = []  # in `Request.order`
-        self.num_preemptions = 0
+        self.waiting = FairQueue()
+        self.lengths = LengthHistory()
+        self.num_preemptions = self.preempted_tokens = self.num_deferrals = 0
         self._requests: dict[str, Request] = {}
         self._parents: dict[str, Request] = {}  # of forks that are still to come
         self._known_to_runner: dict[str, list[int]] = {}  # request -> blocks sent, by group
@@ -42,7 +45,7 @@ class Scheduler:
         state = Request(request)
         self._requests[state.request_id] = state
         self._parents.update({name: state for name, _ in request.forks})
-        bisect.insort(self.waiting, state, key=_order)
+        self.waiting.push(state)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks freed. None when it is not known (it may just have finished)."""
@@ -82,21 +85,50 @@ class Scheduler:
             position += 1
 
         # Whoever was just preempted heads the queue: admitting now would take back the blocks that it gave.
-        while self.waiting and budget > 0 and not preempted and len(self.running) < self.policy.max_num_seqs:
-            request = self.waiting[0]
+        if not preempted:
+            self._admit_waiting(budget, scheduled)
+        for request, num_new in scheduled:
+            self.waiting.charge(request.tenant, num_new)
+        return self._plan(scheduled)
+
+    def _admit_waiting(self, budget: int, scheduled: list[tuple[Request, int]]) -> None:
+        """Start waiting requests with what is left of the budget, in the queue's order, while there is room."""
+        if self.running and not self.policy.admit_while_running:
+            return
+        for request in self.waiting:
+            if budget == 0 or len(self.running) >= self.policy.max_num_seqs:
+                return
             hit = self.kv.get_computed_blocks(request)
-            reserve = self.policy.reserve_blocks_per_running * len(self.running)
-            if self.kv.blocks_to_admit(request, hit) + reserve > self.kv.pool.num_free_blocks:
-                break
+            if hit.continues_soon:
+                continue  # the same prefix is being computed: it waits, and takes it from the cache
+            if not self._has_room(request, hit):
+                return  # nobody overtakes: a large request would wait for ever
             num_new = min(request.num_tokens - hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit):
-                break
-            self.waiting.pop(0)
+                return
+            self.waiting.remove(request)
             self._admit(request, hit.num_tokens)
             scheduled.append((request, num_new))
             budget -= num_new
 
-        return self._plan(scheduled)
+    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether `request` fits now, and will together with all that run until they have ended.
+
+        Admitting by what fits now alone is what makes a full pool thrash: each preemption throws away what it computed.
+        """
+        if self.kv.blocks_to_admit(request, hit) > self.kv.pool.num_free_blocks:
+            return False
+        if not self.running:
+            return True
+        together = [*self.running, request]
+        peak = peak_blocks(
+            self.kv.groups,
+            [one.num_tokens for one in together],
+            [min(self.lengths.expected_remaining(one), self.max_model_len - one.num_tokens) for one in together],
+        )
+        fits = peak <= self.kv.pool.num_blocks
+        self.num_deferrals += not fits
+        return fits
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""
@@ -132,7 +164,7 @@ class Scheduler:
                 bisect.insort(self.running, child, key=_order)
             else:
                 child.num_computed_tokens = 0
-                bisect.insort(self.waiting, child, key=_order)
+                self.waiting.push(child)
         return children
 
     def _commit_tokens(self, request: Request, made) -> RequestOutput:
@@ -156,6 +188,7 @@ class Scheduler:
         request.prompt_logprobs_pending = False
         request.prompt_logprobs = []
         if reason:
+            self.lengths.record(request.num_output_tokens)
             self._finish(request)
         return output
 
@@ -178,11 +211,12 @@ class Scheduler:
         self.running.remove(victim)
         self.kv.free(victim.request_id)
         self._forget(victim.request_id)
+        self.preempted_tokens += victim.num_computed_tokens
         victim.num_computed_tokens = 0
         victim.prompt_logprobs = []  # not delivered yet: they are computed again
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort_left(self.waiting, victim, key=_order)
+        self.waiting.push(victim)
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]

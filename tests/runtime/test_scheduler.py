@@ -1,5 +1,6 @@
 """The scheduler alone: budgets, order, ends. No model: a step's result is made up."""
 
+import random
 import time
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from llmq.runtime.admission import peak_blocks
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineRequest
@@ -137,14 +139,134 @@ def test_a_name_in_use_is_refused():
         add(scheduler, "a", 4)
 
 
-def test_admission_leaves_a_block_for_each_that_runs():
+def finish_all(scheduler) -> list[str]:
+    order = []
+    while scheduler.has_requests:
+        order += [output.request_id for output in step(scheduler)[1] if output.finish_reason]
+    return order
+
+
+def test_admission_looks_ahead_so_that_nothing_is_preempted():
+    """8 blocks; each request will hold 4 at its end: two fit, and the third starts when one has ended."""
     scheduler = make(num_blocks=8, budget=256)
-    for index in range(4):
+    for index in range(5):
         add(scheduler, str(index), 31, arrival=index, first_token=3 + index, max_tokens=20)
     step(scheduler)
-    assert len(scheduler.running) == 3  # 3 × 2 blocks; the fourth would leave none for the three to grow
+    assert len(scheduler.running) == 2
+    finish_all(scheduler)
+    assert scheduler.num_preemptions == scheduler.preempted_tokens == 0
+    assert scheduler.num_deferrals > 0
+
+
+def test_admission_learns_how_long_answers_are():
+    """Everybody may write 200 tokens and writes 3: after a while more are admitted than would fit if they did."""
+    scheduler = make(num_blocks=40, max_num_seqs=32, budget=512)
+    most = []
+    for wave in range(2):
+        for index in range(30):
+            add(scheduler, f"{wave}.{index}", 20, arrival=index, first_token=3 + index, max_tokens=200)
+        running = 0
+        while scheduler.has_requests:
+            plan = scheduler.schedule()
+            running = max(running, len(scheduler.running))
+            done = {r.request_id for r in scheduler.running if r.num_output_tokens >= 2}
+            tokens = {i.request_id: [EOS if i.request_id in done else 9] for i in plan.scheduled if i.samples}
+            results = {i.request_id: RequestResult(token_ids=tokens.get(i.request_id, [])) for i in plan.scheduled}
+            scheduler.update_from_output(plan, StepResult(results=results))
+        most.append(running)
+    assert most[0] < 16 < most[1]
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_wrong_guess_is_mended_by_preemption():
+    scheduler = make(num_blocks=12, budget=256)
+    for length in [1] * 32:  # all that ended so far ended at once
+        scheduler.lengths.record(length)
+    for index in range(6):
+        add(scheduler, str(index), 20, arrival=index, first_token=3 + index, max_tokens=100)
+    finish_all(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert scheduler.preempted_tokens > 0
+    assert scheduler.kv.pool.num_free_blocks == 12
+
+
+def test_peak_blocks_is_the_largest_of_all_moments():
+    group = LAYOUT.groups[0]
+    rng = random.Random(0)
+    for _ in range(50):
+        state = [(rng.randint(1, 90), rng.randint(0, 60)) for _ in range(rng.randint(1, 9))]
+        moments = []
+        for tick in range(61):
+            moments.append(sum(-(-(tokens + tick) // 16) for tokens, left in state if left >= tick))
+        assert peak_blocks([group], [t for t, _ in state], [left for _, left in state]) == max(moments)
+
+
+def test_static_batching_admits_nothing_while_something_runs():
+    kv = KVCacheManager(LAYOUT, 64)
+    policy = StepPolicy(max_num_seqs=2, max_num_batched_tokens=256, admit_while_running=False)
+    scheduler = Scheduler(kv, policy, [EOS], 256)
+    for index, max_tokens in enumerate([2, 6, 3, 3]):
+        add(scheduler, str(index), 8, arrival=index, first_token=3 + index, max_tokens=max_tokens)
+    batches = []
     while scheduler.has_requests:
-        step(scheduler)
+        batches.append(sorted(scheduled(step(scheduler)[0])))
+    assert batches == [["0", "1"]] * 2 + [["1"]] * 4 + [["2", "3"]] * 3
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for():
+    """Four requests with one 160-token prefix arrive together: it is computed once, in chunks."""
+    scheduler = make(budget=48, max_num_seqs=8)
+    for index in range(4):
+        scheduler.add_request(
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=[*range(160), 200 + index, 201, 202],
+                sampling_params=SamplingParams(max_tokens=3),
+                arrival_time_s=index,
+            )
+        )
+    computed = 0
+    while scheduler.has_requests:
+        plan, _ = step(scheduler)
+        computed += plan.num_scheduled_tokens
+    assert computed == 163 + 3 * 3 + 4 * 2  # the prefix once, each one's own end, two more tokens each
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_gone():
+    scheduler = make(budget=48, max_num_seqs=8)
+    add(scheduler, "first", 160)
+    add(scheduler, "second", 160, arrival=1.0)
+    assert scheduled(step(scheduler)[0]) == {"first": 48}
+    scheduler.abort("first")
+    assert scheduled(step(scheduler)[0]) == {"second": 48}
+    assert finish_all(scheduler) == ["second"]
+    assert not scheduler.kv._being_computed
+
+
+def test_tenants_share_fairly_and_idleness_saves_nothing():
+    scheduler = make(max_num_seqs=1, budget=64)
+
+    def ask(name, tenant, arrival):
+        scheduler.add_request(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=[hash(name) % 1000] * 10,
+                sampling_params=SamplingParams(max_tokens=5),
+                arrival_time_s=arrival,
+                tenant=tenant,
+            )
+        )
+
+    for index in range(8):
+        ask(f"flood{index}", "a", index)
+    done = [finished for _ in range(15) for finished in step(scheduler)[1] if finished.finish_reason]
+    assert [output.request_id for output in done] == ["flood0", "flood1", "flood2"]
+    for index in range(4):
+        ask(f"late{index}", "b", 100 + index)
+    order = finish_all(scheduler)
+    assert order[:8] == ["late0", "flood3", "late1", "flood4", "late2", "flood5", "late3", "flood6"] or order[:8] == [
+        "flood3", "late0", "flood4", "late1", "flood5", "late2", "flood6", "late3",
+    ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
