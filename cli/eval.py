@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmq.evals.evaluation import Subject, TextEvaluation
     from llmq.evals.numerics import Numerics
     from llmq.evals.task_run import TaskRun
+    from llmq.evals.tasks import LoadedTasks
 
 BUILTIN = "builtin"
 # Above this share of generations that hit the cap or came back empty, a score says little about the model.
@@ -61,7 +62,7 @@ def evaluate(
     with console.progress() as progress:
         folder = find_model(model, progress=progress)
         baseline_folder = find_model(baseline, progress=progress) if baseline else None
-    loaded = _load_tasks(tasks, data) if wants_tasks else {}
+    loaded = _load_tasks(tasks, data) if wants_tasks else None
 
     record = result.new_record() | {"model": None, "baseline": None, "text": None, "tasks": None}
     options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
@@ -166,27 +167,29 @@ def _read_text(source: str) -> str:
     return builtin_text("heldout") if source == BUILTIN else read_text(Path(source))
 
 
-def _load_tasks(names: str | None, data: Path | None) -> dict[str, Any]:
-    """lm-eval's Task objects by name, all of their data at hand."""
+def _load_tasks(names: str | None, data: Path | None) -> "LoadedTasks":
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise InputError("--tasks and --data need lm-eval: pip install 'llmq-toolkit[eval]'") from error
     from llmq.evals.own_set import as_lm_eval_task, read_own_set
-    from llmq.evals.tasks import load_named_tasks
+    from llmq.evals.tasks import LoadedTasks, load_named_tasks
 
-    loaded: dict[str, Any] = {}
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    loaded = load_named_tasks(wanted) if wanted else LoadedTasks()
     if data:
         own_set = read_own_set(data)
         console.status(f"data: {data}, {len(own_set.items)} items, {own_set.kind.replace('_', ' ')}")
-        loaded[own_set.name] = as_lm_eval_task(own_set)
-    if names:
-        loaded |= load_named_tasks([name.strip() for name in names.split(",") if name.strip()])
+        if own_set.name in loaded.tasks:
+            raise InputError(f"--data {data} would be called as the task {own_set.name}: rename the file")
+        loaded.tasks[own_set.name] = as_lm_eval_task(own_set)
+    if not loaded.tasks:
+        raise InputError(f"--tasks {names!r} names no task")
     return loaded
 
 
 def _run_tasks(
-    folder: Path, loaded: dict[str, Any], numerics: "Numerics", options: dict[str, Any]
+    folder: Path, loaded: "LoadedTasks", numerics: "Numerics", options: dict[str, Any]
 ) -> tuple["Subject", "TaskRun"]:
     from llmq.evals.evaluation import Subject
     from llmq.evals.harness import EngineLM
@@ -197,7 +200,7 @@ def _run_tasks(
         f"{name.replace('_', ' ')} {'default' if value is None else value}" for name, value in options.items()
     )
     console.status(f"model: {folder} ({_numerics_line(subject)})")
-    console.status(f"tasks: {', '.join(loaded)}; {shown}")
+    console.status(f"tasks: {', '.join(loaded.tasks)}; {shown}")
     with console.progress() as progress:
         lm = EngineLM(subject.engine, subject.tokenizer, progress)
         run = run_tasks(lm, loaded, **options)

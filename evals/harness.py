@@ -65,7 +65,8 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return min(self._tokenizer.eos_token_ids)
+        own = self._tokenizer.eos_token_id
+        return min(self._tokenizer.eos_token_ids) if own is None else own
 
     @property
     def prefix_token_id(self) -> int:

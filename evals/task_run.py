@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmq.evals.harness import EngineLM, HarnessCounts
+from llmq.evals.tasks import LoadedTasks
 from llmq.profiles.errors import InputError
 
 # lm-eval's own defaults, so that few-shot examples are the ones it would draw.
@@ -17,14 +18,17 @@ _STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task. `stderr` is lm-eval's bootstrap or analytic standard error, None where it has none."""
+    """One metric of one task, or of a group over all of its items.
+
+    `stderr` is lm-eval's bootstrap or analytic standard error, None where it has none.
+    """
 
     task: str
     metric: str  # with its filter where that is not the default: "exact_match,strict-match"
     value: float
     stderr: float | None
     num_items: int
-    num_fewshot: int
+    num_fewshot: int | None  # None: a group whose tasks differ in it
     higher_is_better: bool | None
 
 
@@ -45,15 +49,13 @@ class TaskRun:
 
 def run_tasks(
     lm: EngineLM,
-    tasks: dict[str, Any],
+    loaded: LoadedTasks,
     *,
     limit: int | None = None,
     num_fewshot: int | None = None,
     apply_chat_template: bool = False,
 ) -> TaskRun:
-    """`tasks` by name, as `tasks.load_named_tasks` and `own_set.as_lm_eval_task` make them.
-
-    `limit`: the first so many items of each. `num_fewshot` None: each task's own. Raises InputError where the model
+    """`limit`: the first so many items of each. `num_fewshot` None: each task's own. Raises InputError where the model
     has no chat template to apply.
     """
     import numpy as np
@@ -62,7 +64,7 @@ def run_tasks(
     if apply_chat_template and lm.chat_template(True) is None:
         raise InputError("--apply-chat-template: this model has no chat template (chat_template.jinja)")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    for task in tasks.values():
+    for task in loaded.tasks.values():
         if num_fewshot is not None:
             task.set_config(key="num_fewshot", value=num_fewshot)
         elif task.get_config("num_fewshot") is None:
@@ -72,18 +74,19 @@ def run_tasks(
     np.random.seed(_FEWSHOT_SEED)
     results = evaluator.evaluate(
         lm,
-        {"tasks": tasks},
+        {"tasks": loaded.tasks, "groups": loaded.groups},
         limit=limit,
         apply_chat_template=apply_chat_template,
         fewshot_as_multiturn=apply_chat_template,
         bootstrap_iters=1000,
     )
-    return TaskRun(_scores(results), lm.counts, lm.first_token_ids, results["samples"])
+    return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, results["samples"])
 
 
-def _scores(results: dict[str, Any]) -> list[Score]:
+def _scores(results: dict[str, Any], groups: dict[str, Any]) -> list[Score]:
     scores = []
     for task, metrics in results["results"].items():
+        members = [t.task_name for t in groups[task].get_all_tasks()] if task in groups else [task]
         for key, value in metrics.items():
             name, _, filter_name = key.partition(",")
             if not filter_name or name.endswith(_STDERR):
@@ -95,8 +98,8 @@ def _scores(results: dict[str, Any]) -> list[Score]:
                     metric=name if filter_name == "none" else key,
                     value=float(value),
                     stderr=float(stderr) if isinstance(stderr, int | float) else None,
-                    num_items=results["n-samples"][task]["effective"],
-                    num_fewshot=results["n-shot"][task],
+                    num_items=sum(results["n-samples"][member]["effective"] for member in members),
+                    num_fewshot=results["n-shot"].get(task),
                     higher_is_better=results["higher_is_better"].get(task, {}).get(name),
                 )
             )

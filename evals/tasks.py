@@ -4,6 +4,7 @@ import difflib
 import logging
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ from llmq.profiles import hub
 from llmq.profiles.errors import InputError
 
 
-def load_named_tasks(names: list[str]) -> dict[str, Any]:
-    """lm-eval's Task objects by name (a group or tag brings all of its own), data included.
+@dataclass(frozen=True)
+class LoadedTasks:
+    """lm-eval's Task objects by name, data included, and the Group objects that sum some of them up."""
+
+    tasks: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+
+
+def load_named_tasks(names: list[str]) -> LoadedTasks:
+    """The tasks of these names; a group or tag brings all of its own.
 
     Raises InputError on a name that lm-eval does not know, and, within seconds, on data that is neither reachable nor
     in the local cache, naming the data set.
@@ -31,14 +40,16 @@ def load_named_tasks(names: list[str]) -> dict[str, Any]:
             )
     if not hub.is_reachable():  # asked once, so that no minutes of retries follow
         _go_offline()
-    tasks: dict[str, Any] = {}
+    loaded = LoadedTasks()
     for name in names:
         try:
-            tasks |= _load(manager, name)
+            found = _load(manager, name)
         except KeyError:  # a group whose members live in other folders
             manager = _index_of_all()
-            tasks |= _load(manager, name)
-    return tasks
+            found = _load(manager, name)
+        loaded.tasks.update(found["tasks"])
+        loaded.groups.update(found["groups"])
+    return loaded
 
 
 def _index_of_all() -> Any:
@@ -50,7 +61,7 @@ def _index_of_all() -> Any:
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
     try:
-        return manager.load([name])["tasks"]
+        return manager.load([name])
     except KeyError:
         raise
     except Exception as error:

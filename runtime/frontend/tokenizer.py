@@ -58,6 +58,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The one that the tokenizer itself names; generation ends at any of `eos_token_ids`."""
+        return self._named_id("eos_token")
+
     @cached_property
     def adds_bos(self) -> bool:
         """Whether `encode` starts a text with BOS."""

@@ -138,6 +138,7 @@ def test_a_local_task_through_the_chat_template_has_one_bos(llmq, tiny_llama, tm
         (["--tasks", "x", "--stride", "2"], "give --ppl with them"),
         (["--dtype", "int7"], "--dtype int7: one of auto, bf16"),
         (["-o", "no/such/r.json"], "there is no folder"),
+        (["--tasks", ","], "names no task"),
         (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
     ],
 )

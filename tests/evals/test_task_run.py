@@ -8,7 +8,7 @@ import pytest
 from llmq.evals.harness import EngineLM
 from llmq.evals.own_set import as_lm_eval_task, read_own_set
 from llmq.evals.task_run import run_tasks
-from llmq.evals.tasks import load_named_tasks
+from llmq.evals.tasks import LoadedTasks, load_named_tasks
 from llmq.profiles.errors import InputError
 from llmq.runtime.frontend.tokenizer import Tokenizer
 
@@ -27,15 +27,15 @@ def lm(engine, tiny_llama) -> EngineLM:
     return EngineLM(engine, Tokenizer.from_folder(tiny_llama()))
 
 
-def write(path, items):
+def local(path, items) -> LoadedTasks:
     path.write_text("\n".join(map(json.dumps, items)))
-    return path
+    return LoadedTasks({path.stem: as_lm_eval_task(read_own_set(path), 8)})
 
 
 def test_multiple_choice_picks_the_likelier_continuation(lm, tmp_path):
     contexts = ["the value", "an object", "return", "a class"]
     items = [{"query": context, "choices": ["of", "import", "is not"], "gold": 0} for context in contexts]
-    run = run_tasks(lm, {"mine": as_lm_eval_task(read_own_set(write(tmp_path / "mine.jsonl", items)))})
+    run = run_tasks(lm, local(tmp_path / "mine.jsonl", items))
     samples = run.samples["mine"]
     assert samples[0]["arguments"][0] == ("the value", " of")
     picked = [max(range(3), key=lambda i, s=s: float(s["filtered_resps"][i][0])) for s in samples]
@@ -44,19 +44,33 @@ def test_multiple_choice_picks_the_likelier_continuation(lm, tmp_path):
     assert run.counts.num_likelihoods == 12
 
 
+def test_a_group_sums_up_its_tasks_over_all_of_their_items(lm, tmp_path):
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import AggMetricConfig
+
+    sets = {"a": ["the value", "an object"], "b": ["return"]}
+    loaded = LoadedTasks(groups={"both": Group("both", aggregate_metric_list=[AggMetricConfig("acc")])})
+    for name, contexts in sets.items():
+        items = [{"query": context, "choices": ["of", "import"], "gold": 0} for context in contexts]
+        loaded.tasks[name] = local(tmp_path / f"{name}.jsonl", items).tasks[name]
+        loaded.groups["both"].add(loaded.tasks[name])
+    scores = {score.task: score for score in run_tasks(lm, loaded).scores if score.metric == "acc"}
+    assert scores["both"].num_items == 3
+    assert scores["both"].value == pytest.approx((2 * scores["a"].value + scores["b"].value) / 3)
+
+
 def test_generation_counts_an_answer_equal_up_to_white_space(lm, tmp_path):
     items = [{"prompt": p, "answer": "?"} for p in ("the value", "an object")]
-    first = run_tasks(lm, {"gen": as_lm_eval_task(read_own_set(write(tmp_path / "a.jsonl", items)), 8)})
-    said = [sample["resps"][0][0] for sample in first.samples["gen"]]
+    first = run_tasks(lm, local(tmp_path / "a.jsonl", items))
+    said = [sample["resps"][0][0] for sample in first.samples["a"]]
     items = [{"prompt": "the value", "answer": f" {said[0].strip()}\n"}, {"prompt": "an object", "answer": "no such"}]
-    run = run_tasks(lm, {"gen": as_lm_eval_task(read_own_set(write(tmp_path / "b.jsonl", items)), 8)}, num_fewshot=0)
+    run = run_tasks(lm, local(tmp_path / "b.jsonl", items), num_fewshot=0)
     assert [(s.metric, s.value) for s in run.scores] == [("exact_match", 0.5)]
 
 
 def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
     items = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(6)]
-    task = as_lm_eval_task(read_own_set(write(tmp_path / "chat.jsonl", items)), 4)
-    run = run_tasks(lm, {"chat": task}, limit=3, num_fewshot=2, apply_chat_template=True)
+    run = run_tasks(lm, local(tmp_path / "chat.jsonl", items), limit=3, num_fewshot=2, apply_chat_template=True)
     prompts = [sample["arguments"][0][0] for sample in run.samples["chat"]]
     assert len(prompts) == 3
     assert all(prompt.count("<|im_start|>user") == 3 for prompt in prompts)
@@ -68,7 +82,7 @@ def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
 def test_a_model_without_a_template_is_refused_before_any_work(lm, monkeypatch):
     monkeypatch.setattr(lm._tokenizer, "chat_template", None)
     with pytest.raises(InputError, match="this model has no chat template"):
-        run_tasks(lm, {}, apply_chat_template=True)
+        run_tasks(lm, LoadedTasks(), apply_chat_template=True)
 
 
 def test_a_task_whose_data_cannot_be_reached_is_refused_naming_the_data(monkeypatch):
