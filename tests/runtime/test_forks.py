@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_driver import Collected, run_all
+from engine_driver import Collected, force_preemption, run_all
 
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
@@ -72,6 +72,7 @@ def test_forks_survive_preemption(tiny_llama, make_engine):
     expected = {name: made.token_ids for name, made in run_forked(roomy, forks, max_tokens=60).items()}
     block_bytes = roomy.info.kv_cache_bytes // roomy.info.num_blocks
     tight = make_engine(folder, kv_cache_memory_bytes=15 * block_bytes, max_model_len=112)
+    force_preemption(tight)
     made = {name: collected.token_ids for name, collected in run_forked(tight, forks, max_tokens=60).items()}
     assert made == expected
     assert tight.stats().num_preemptions > 0

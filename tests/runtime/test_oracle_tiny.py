@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engine_driver import Reference, greedy, run_all
+from engine_driver import Reference, force_preemption, greedy, run_all
 
 FAMILIES = [
     {},
@@ -81,6 +81,7 @@ def test_preemption_changes_no_token(tiny_llama, make_engine, window):
     roomy = make_engine(folder)
     block_bytes = roomy.info.kv_cache_bytes // roomy.info.num_blocks
     tight = make_engine(folder, kv_cache_memory_bytes=20 * block_bytes, max_model_len=128, max_num_batched_tokens=64)
+    force_preemption(tight)
     assert [made.token_ids for made in run_all(tight, given, greedy(60))] == expected
     assert tight.stats().num_preemptions > 0
 
@@ -141,6 +142,7 @@ def test_prompt_logprobs_survive_preemption(tiny_llama, make_engine):
     tight = make_engine(
         folder, kv_cache_memory_bytes=9 * block_bytes, max_model_len=112, max_num_batched_tokens=8, max_num_seqs=8
     )
+    force_preemption(tight)
     made = run_all(tight, given, params)
     assert tight.stats().num_preemptions > 0
     for before, after in zip(expected, made, strict=True):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from engine_driver import greedy, run_all
+from engine_driver import force_preemption, greedy, run_all
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling.noise import exponentials
@@ -185,6 +185,7 @@ def test_sampled_tokens_survive_preemption(tiny_llama, make_engine):
     expected = [made.token_ids for made in run_all(roomy, given, params)]
     block_bytes = roomy.info.kv_cache_bytes // roomy.info.num_blocks
     tight = make_engine(folder, kv_cache_memory_bytes=14 * block_bytes, max_model_len=112)
+    force_preemption(tight)
     assert [made.token_ids for made in run_all(tight, given, params)] == expected
     assert tight.stats().num_preemptions > 0
 

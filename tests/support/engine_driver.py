@@ -82,3 +82,8 @@ class Reference:
     def log_probs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[num_tokens, vocab_size]: row i predicts token i + 1."""
         return torch.log_softmax(self.model(torch.tensor([list(token_ids)])).logits[0].float(), dim=-1)
+
+
+def force_preemption(engine: Engine) -> None:
+    """Let it admit whatever fits now, as if every request were about to end: a small pool then runs dry."""
+    engine.scheduler.lengths.expected_remaining = lambda request: 0

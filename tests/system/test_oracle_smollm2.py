@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from engine_driver import Reference, greedy, run_all
+from engine_driver import Reference, force_preemption, greedy, run_all
 from tokenizers import Tokenizer
 
 from llmq.runtime.config import EngineConfig
@@ -84,6 +84,7 @@ def test_chunks_of_32(make_engine, prompts, expected):
 def test_forced_preemption(make_engine, prompts, expected):
     block_bytes = 16 * 2 * 23_040
     engine = make_engine(kv_cache_memory_bytes=14 * block_bytes, max_model_len=128)
+    force_preemption(engine)
     assert tokens(engine, prompts) == expected
     assert engine.stats().num_preemptions > 0
 
