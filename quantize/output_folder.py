@@ -1,6 +1,7 @@
 """OUT: a model folder that appears whole or not at all."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -41,8 +42,11 @@ def appearing_whole(out: Path) -> Iterator[Path]:
                 f"{out} was made by somebody else meanwhile ({error.strerror}): nothing was written"
             ) from None
         _flush(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        # safetensors wraps the system's error and keeps its words only.
+        if isinstance(error, Exception) and os.strerror(errno.ENOSPC) in str(error):
+            raise FailedError(f"{out.parent} is full: nothing was written") from None
         raise
 
 

@@ -37,10 +37,6 @@ class Selection:
     targets: tuple[Target, ...]
     left_alone: dict[str, str]  # linear left in 16 bit -> why
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({target.layer for target in self.targets}))
-
 
 def select_targets(checkpoint: Checkpoint, ignore: tuple[str, ...] = ()) -> Selection:
     """Every linear of the decoder layers, but those that `ignore` names. The embedding and the head stay in 16 bit.

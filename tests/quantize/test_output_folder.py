@@ -1,5 +1,6 @@
 """Whole or not at all; and everything of the source that is not its weights."""
 
+import errno
 import json
 import os
 
@@ -34,6 +35,15 @@ def test_an_error_leaves_nothing(tmp_path, error):
 
     with pytest.raises(error):
         write_then(tmp_path / "out", fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_said_in_words(tmp_path):
+    def fill():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(FailedError, match="is full"):
+        write_then(tmp_path / "out", fill)
     assert os.listdir(tmp_path) == []
 
 
