@@ -4,35 +4,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.profiles.errors import InputError
+from llmq.profiles.families import FAMILIES, DecoderFamily, family_of, windows_of
 
 Config = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """What a config.json does not say of its model_type, because the model's code does.
-
-    A bias is there always (True), never (False), or where the config key of that name is true.
-    """
-
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False  # one vector of head_dim for q and one for k
-    norms_per_layer: int = 2
-    tied_by_default: bool = False
-
-
-# An architecture that is not listed is refused, never guessed.
-DECODER_SHAPES = {
-    "llama": DecoderShape(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": DecoderShape(),
-    "qwen2": DecoderShape(qkv_bias=True),
-    "qwen3": DecoderShape(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True),
-    "gemma3_text": DecoderShape(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, norms_per_layer=4, tied_by_default=True
-    ),
+# Keys of config.json that say: the cache is not K and V of grouped heads for each layer, or there is more than one.
+_NOT_PLAIN = {
+    "kv_lora_rank": "latent attention",
+    "is_encoder_decoder": "an encoder beside the decoder",
+    "num_kv_shared_layers": "layers that share a KV-cache",
+    "attention_chunk_size": "chunked attention",
+    "block_configs": "layers that differ in their attention",
+    "multi_query": "its own rule for the number of KV heads",
+    "new_decoder_architecture": "its own rule for the number of KV heads",
+    "index_topk": "sparse attention",
+    "sparse_attention_config": "sparse attention",
+    "ssm_cfg": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "mamba_num_heads": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+    "attn_layer_period": "layers without attention",
+    "global_head_dim": "layers that differ in their head_dim",
+    "v_head_dim": "values of another size than keys",
+    "attention_other_setting": "layers that differ in their attention",
 }
+_PLAIN_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,9 @@ class ModelArchitecture:
         return self.attention[0].num_kv_heads
 
     @property
-    def shape(self) -> DecoderShape:
-        return DECODER_SHAPES[self.model_type]
+    def family(self) -> DecoderFamily | None:
+        """None: the runtime has no data for it and runs it by transformers' own code."""
+        return FAMILIES.get(self.model_type)
 
     @property
     def valid_tensor_parallel(self) -> list[int]:
@@ -82,18 +79,24 @@ class ModelArchitecture:
 
     @classmethod
     def from_config(cls, config: Config) -> "ModelArchitecture":
-        """Read a config.json (nested `text_config` too). Raises InputError for an architecture that is not known."""
+        """Read a config.json (nested `text_config` too).
+
+        A model_type outside FAMILIES is taken for grouped-query attention of one shape in all layers. Raises InputError
+        where its config.json says otherwise, or lacks the numbers.
+        """
         config = {**config, **config.get("text_config", {})}
-        model_type = config.get("model_type")
-        if model_type not in DECODER_SHAPES:
-            raise InputError(
-                f"config.json: model_type {model_type!r} is not one that llmq knows ({', '.join(DECODER_SHAPES)})"
-            )
+        model_type = str(config.get("model_type"))
         missing = [
             key
             for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
             if not isinstance(config.get(key), int)
         ]
+        family = family_of(config)
+        if family is None and (reason := _why_not_plain(config)):
+            raise InputError(
+                f"config.json: model_type {model_type!r} is not one that llmq knows ({', '.join(FAMILIES)}), and its "
+                f"KV-cache cannot be derived: it has {reason}"
+            )
         if missing:
             raise InputError(f"config.json: {', '.join(missing)} missing or not a whole number")
         num_heads = config["num_attention_heads"]
@@ -109,29 +112,26 @@ class ModelArchitecture:
             num_attention_heads=num_heads,
             vocab_size=config["vocab_size"],
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", DECODER_SHAPES[model_type].tied_by_default)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default if family else False)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             attention=tuple(
-                AttentionLayer(num_kv_heads, head_dim, head_dim, window) for window in _windows(config, num_layers)
+                AttentionLayer(num_kv_heads, head_dim, head_dim, window) for window in windows_of(config, num_layers)
             ),
         )
 
 
-def _windows(config: Config, num_layers: int) -> list[int | None]:
-    """The sliding window of each layer, or None for full attention."""
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
-        return [None] * num_layers
-    if "layer_types" in config:
-        return [window if kind == "sliding_attention" else None for kind in config["layer_types"]]
-    if config["model_type"] in ("qwen2", "qwen3"):
-        if not config.get("use_sliding_window"):
-            return [None] * num_layers
-        # Qwen2's own rule: the layers from max_window_layers on use the window.
-        first = config.get("max_window_layers", num_layers)
-        return [window if layer >= first else None for layer in range(num_layers)]
-    if config["model_type"] == "gemma3_text":
-        # Every sixth layer sees everything; configs older than `layer_types` name the period or rely on it.
-        period = config.get("sliding_window_pattern", 6)
-        return [None if (layer + 1) % period == 0 else window for layer in range(num_layers)]
-    return [window] * num_layers
+def _why_not_plain(config: Config) -> str | None:
+    """What in the config of an unknown family speaks against one K and V of grouped heads a layer, or None."""
+    if not config.get("model_type"):
+        return "no model_type"
+    reason = next((words for key, words in _NOT_PLAIN.items() if config.get(key)), None)
+    if reason:
+        return reason
+    if config.get("sliding_window_pattern") and not config.get("layer_types"):
+        return "a pattern of windows, but no layer_types"
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_PLAIN_LAYERS))
+    if kinds:
+        return f"layers of type {', '.join(kinds)}"
+    if not isinstance(config.get("num_key_value_heads", 1), int | None):
+        return "KV heads that differ from layer to layer"
+    return None

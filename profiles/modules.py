@@ -20,8 +20,9 @@ _WORDS = {
 }
 
 _ORDER = (
-    *("input_layernorm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "self_attn", "o_proj"),
-    *("post_attention_layernorm", "gate_proj", "up_proj", "down_proj"),
+    *("input_layernorm", "qkv_proj", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "self_attn", "o_proj"),
+    *("post_attention_layernorm", "pre_feedforward_layernorm", "gate", "gate_proj", "up_proj", "gate_up_proj"),
+    *("w1", "w3", "c_fc", "down_proj", "w2", "c_proj", "post_feedforward_layernorm"),
 )
 
 
@@ -74,7 +75,7 @@ def modules_of(tensors: Iterable[TensorInfo], quantization: dict[str, Any] | Non
 
 def _place(module: Module) -> tuple[int, int, int]:
     """Embedding, layers in number order, final norm, head; inside a layer in the order of computation."""
-    words = [place for place, word in enumerate(_ORDER) if module.kind.endswith(word)]
+    words = [place for place, word in enumerate(_ORDER) if module.kind.rpartition(".")[2] == word]
     group = 1 if module.layer is not None else 0 if "embed" in module.name else 3 if "head" in module.name else 2
     return group, module.layer or 0, words[0] if words else len(_ORDER)
 

@@ -8,6 +8,7 @@ from typing import Any
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint, read_config, read_quantization
 from llmq.profiles.errors import InputError
+from llmq.profiles.families import DecoderFamily, value
 from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
 
@@ -97,35 +98,62 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
 
 def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
     """The linears of the decoder layers, by kind. Raises InputError for an architecture that is not known."""
-    arch, shape = ModelArchitecture.from_config(config), ModelArchitecture.from_config(config).shape
-    merged = {**config, **config.get("text_config", {})}
-    hidden, ffn, layers = arch.hidden_size, arch.intermediate_size, arch.num_layers
-    q_rows = arch.num_attention_heads * arch.head_dim
-    kv_rows = arch.num_kv_heads * arch.head_dim
-
-    def has(bias: bool | str) -> bool:
-        return bool(merged.get(bias, False)) if isinstance(bias, str) else bias
-
-    qkv_bias, mlp_bias = has(shape.qkv_bias), has(shape.mlp_bias)
-    return [
-        LinearShape("q_proj", q_rows, hidden, layers, qkv_bias),
-        LinearShape("k_proj", kv_rows, hidden, layers, qkv_bias),
-        LinearShape("v_proj", kv_rows, hidden, layers, qkv_bias),
-        LinearShape("o_proj", hidden, q_rows, layers, has(shape.o_bias)),
-        LinearShape("gate_proj", ffn, hidden, layers, mlp_bias),
-        LinearShape("up_proj", ffn, hidden, layers, mlp_bias),
-        LinearShape("down_proj", hidden, ffn, layers, mlp_bias),
+    arch, family, merged = ModelArchitecture.from_config(config), _family(config), _text_config(config)
+    hidden, layers = arch.hidden_size, arch.num_layers
+    q_rows, kv_rows = arch.num_attention_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    qkv_bias, mlp_bias = value(family.qkv_bias, merged), value(family.mlp_bias, merged)
+    qkv_rows = (q_rows, kv_rows, kv_rows) if len(family.qkv) == 3 else (q_rows + 2 * kv_rows,)
+    shapes = [
+        *(LinearShape(_last(n), rows, hidden, layers, qkv_bias) for n, rows in zip(family.qkv, qkv_rows, strict=True)),
+        LinearShape(_last(family.o), hidden, q_rows, layers, value(family.o_bias, merged)),
     ]
+    sparse = sum(family.experts.has_layer(layer, merged) for layer in range(layers)) if family.experts else 0
+    if dense := layers - sparse:
+        ffn = arch.intermediate_size
+        rows = (2 if family.gated else 1) * ffn // len(family.mlp_in)
+        shapes += [LinearShape(_last(name), rows, hidden, dense, mlp_bias) for name in family.mlp_in]
+        shapes.append(LinearShape(_last(family.mlp_out), hidden, ffn, dense, mlp_bias))
+    if sparse:
+        experts, ffn = family.experts, family.experts.intermediate_size.of(merged)
+        count = sparse * experts.count.of(merged)
+        shapes += [LinearShape(name, ffn, hidden, count) for name in (experts.gate, experts.up)]
+        shapes.append(LinearShape(experts.down, hidden, ffn, count))
+    return shapes
 
 
 def other_parameters(config: dict[str, Any]) -> int:
-    """Embedding, head (unless tied), norms and biases: what every scheme leaves in 16 bit."""
-    arch = ModelArchitecture.from_config(config)
+    """Embedding, head (unless tied), norms, routers and biases: what every scheme leaves in 16 bit."""
+    arch, family, merged = ModelArchitecture.from_config(config), _family(config), _text_config(config)
     embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
-    norms = (arch.num_layers * arch.shape.norms_per_layer + 1) * arch.hidden_size
-    qk_norms = 2 * arch.head_dim * arch.num_layers if arch.shape.qk_norm else 0
+    names = (family.attention_norms, family.mlp_norms)
+    norms_per_layer = sum(name is not None for norms in names for name in (norms.before, norms.after))
+    norms = (arch.num_layers * norms_per_layer + 1) * arch.hidden_size * (2 if family.norm == "layer" else 1)
+    heads = {None: 0, "head": 2, "projection": arch.num_attention_heads + arch.num_kv_heads}[family.qk_norm]
+    qk_norms = heads * arch.head_dim * arch.num_layers
+    routers = 0
+    if family.experts:
+        sparse = sum(family.experts.has_layer(layer, merged) for layer in range(arch.num_layers))
+        routers = sparse * family.experts.count.of(merged) * arch.hidden_size
     biases = sum(linear.out_features * linear.count for linear in linear_shapes(config) if linear.bias)
-    return embeddings + norms + qk_norms + biases
+    return embeddings + norms + qk_norms + routers + biases
+
+
+def _family(config: dict[str, Any]) -> DecoderFamily:
+    family = ModelArchitecture.from_config(config).family
+    if family is None:
+        raise InputError(
+            f"what weights model_type {_text_config(config).get('model_type')!r} has is not known from its config.json "
+            "alone; say how many bytes they take: --weights 40GiB"
+        )
+    return family
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **config.get("text_config", {})}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def parameter_count(config: dict[str, Any]) -> int:

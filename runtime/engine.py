@@ -22,13 +22,12 @@ from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.memory import CPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
-from llmq.runtime.models.families import family_of
+from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
-from llmq.runtime.weights import DecoderLoader
 
 
 class Engine:
@@ -131,15 +130,14 @@ class Engine:
 def _build(config: EngineConfig) -> Engine:
     checkpoint = read_checkpoint(Path(config.model))
     architecture = checkpoint.architecture
-    family_of({**checkpoint.config, **checkpoint.config.get("text_config", {})})
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
+    loader = make_loader(checkpoint, TORCH_DTYPES[dtypes.dtype], device)  # refuses what it cannot run, reads no weight
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
         spare = available_memory_bytes() - checkpoint.total_bytes
         plan = plan_kv_cache(architecture, config, dtypes, int(spare * CPU_SHARE))
-    loader = DecoderLoader(checkpoint, TORCH_DTYPES[dtypes.dtype], device)
     max_positions = config.max_model_len or architecture.max_position_embeddings
     static_scales = loader.kv_scales() if dtypes.has_static_kv_scales else None
     model = loader.load(max_positions)
@@ -168,14 +166,13 @@ def _build(config: EngineConfig) -> Engine:
     return Engine(scheduler, InProcessExecutor(runner), info, config)
 
 
-def _fingerprint(checkpoint: Checkpoint, loader: DecoderLoader, runner: ModelRunner, dtypes: Dtypes) -> dict[str, str]:
+def _fingerprint(checkpoint: Checkpoint, loader: ModelLoader, runner: ModelRunner, dtypes: Dtypes) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
-    model = runner.model
-    kernels = {linear.kernel for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)}
     tied = checkpoint.architecture.tie_word_embeddings
     return {
+        "model_code": loader.implementation,
         "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
-        "linear_kernels": ", ".join(sorted(kernels)),
+        "linear_kernels": ", ".join(sorted(runner.model.kernels)),
         "attention_kernel": runner.attention.name,
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",

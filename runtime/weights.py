@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -9,11 +10,14 @@ from torch import Tensor
 
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
+from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
 from llmq.runtime.layers.linear import DenseLinear, Linear, Weight, make_linear
-from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding
-from llmq.runtime.models.decoder import Decoder, DecoderLayer
-from llmq.runtime.models.families import DecoderFamily, family_of
+from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
+from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
+from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
+from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
+from llmq.runtime.models.decoder import Decoder, OutputHead, ResidualBlock
 
 # Stored by some writers, and nothing of it is lost by not reading it: buffers, and a tied head's second copy.
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -46,14 +50,20 @@ class DecoderLoader:
     """Builds the Decoder that a checkpoint describes, in `dtype` on `device`. Raises InputError for what is missing,
     for what is there and would not be used, and for what the runtime does not run."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    implementation = "llmq"
+
+    def __init__(self, checkpoint: Checkpoint, family: DecoderFamily, dtype: torch.dtype, device: torch.device) -> None:
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
-        self.family: DecoderFamily = family_of(self.config)
+        self.family = family
         self.architecture = checkpoint.architecture
         self.dtype, self.device = dtype, device
         self.tensors = TensorReader(checkpoint)
         self.quantization = QuantizationConfig.from_config(checkpoint.quantization) if checkpoint.quantization else None
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
+        self.rope_parameters = ropes_of(self.config, family, self.architecture.num_layers)
+        self.activation = _activation(self._value("activation"))
+        if self.config.get("use_bidirectional_attention"):
+            raise InputError("config.json: use_bidirectional_attention: this model reads ahead, it does not generate")
 
     def load(self, max_model_len: int) -> Decoder:
         embedding = self._dense("model.embed_tokens.weight")
@@ -61,16 +71,18 @@ class DecoderLoader:
             head: Linear = DenseLinear(embedding, None)  # the same storage: held once
         else:
             head = self._linear("lm_head")
+        ropes = self._ropes(max_model_len)
+        blocks = []
+        for index in range(self.architecture.num_layers):
+            blocks.append(self._block(index, self.family.attention_norms, self._attention(index, ropes[index])))
+            blocks.append(self._block(index, self.family.mlp_norms, self._mlp(index)))
         decoder = Decoder(
-            architecture=self.architecture,
             embedding=embedding,
-            layers=[self._layer(index) for index in range(self.architecture.num_layers)],
-            final_norm=self._dense("model.norm.weight"),
-            head=head,
-            rope=RotaryEmbedding(
-                RopeParameters.from_config(self.config), self.architecture.head_dim, max_model_len, self.device
-            ),
-            rms_norm_eps=self.config.get("rms_norm_eps", 1e-6),
+            embedding_scale=self._embedding_scale(),
+            blocks=blocks,
+            final_norm=self._norm("model.norm"),
+            head=OutputHead(head, self._value("logits_divisor"), self._value("logits_softcap")),
+            ropes=list(dict.fromkeys(rope for rope in ropes if rope is not None)),
         )
         self._check_all_read()
         return decoder
@@ -84,21 +96,84 @@ class DecoderLoader:
             for index in range(self.architecture.num_layers)
         }
 
-    def _layer(self, index: int) -> DecoderLayer:
-        layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        has_qkv_bias = self.family.has("qkv_bias", self.config)
-        has_mlp_bias = self.family.has("mlp_bias", self.config)
-        return DecoderLayer(
-            input_norm=self._dense(f"{layer}.input_layernorm.weight"),
-            qkv=self._linear(*(f"{attention}.{name}_proj" for name in "qkv"), has_bias=has_qkv_bias),
-            q_norm=self._dense(f"{attention}.q_norm.weight") if self.family.qk_norm else None,
-            k_norm=self._dense(f"{attention}.k_norm.weight") if self.family.qk_norm else None,
-            o=self._linear(f"{attention}.o_proj", has_bias=self.family.has("o_bias", self.config)),
-            post_attention_norm=self._dense(f"{layer}.post_attention_layernorm.weight"),
-            gate_up=self._linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", has_bias=has_mlp_bias),
-            down=self._linear(f"{mlp}.down_proj", has_bias=has_mlp_bias),
+    def _value(self, setting: str) -> Any:
+        return value(getattr(self.family, setting), self.config)
+
+    def _ropes(self, max_model_len: int) -> list[RotaryEmbedding | None]:
+        """The rotation of each layer, one object for all layers that rotate alike."""
+        made: list[tuple[RopeParameters, RotaryEmbedding]] = []
+        ropes = []
+        for parameters in self.rope_parameters:
+            known = next((rope for same, rope in made if same == parameters), None)
+            if known is None and parameters is not None:
+                known = RotaryEmbedding(parameters, max_model_len, self.device)
+                made.append((parameters, known))
+            ropes.append(known)
+        return ropes
+
+    def _embedding_scale(self) -> float | None:
+        if self.family.embedding_scale == "sqrt hidden":
+            return root_as_stored(self.architecture.hidden_size, self.dtype)
+        return self._value("embedding_scale")
+
+    def _block(self, index: int, names: NormNames, part: SelfAttention | MLP | Experts) -> ResidualBlock:
+        before, after = (name and self._norm(f"model.layers.{index}.{name}") for name in (names.before, names.after))
+        return ResidualBlock(part, before, after, self._value("residual_scale"))
+
+    def _attention(self, index: int, rope: RotaryEmbedding | None) -> SelfAttention:
+        layer, family = f"model.layers.{index}", self.family
+        shape = self.architecture.attention[index]
+        scale = self._value("attention_scale")
+        if scale is None:
+            scale = (self._value("query_scalar") or shape.head_dim_k) ** -0.5
+        q_norm, k_norm = (
+            self._norm(f"{layer}.self_attn.{name}_norm") if family.qk_norm is not None else None for name in "qk"
         )
+        return SelfAttention(
+            AttentionSettings(
+                layer=index,
+                num_heads=self.architecture.num_attention_heads,
+                shape=shape,
+                scale=scale,
+                softcap=self._value("attention_softcap"),
+                norm_whole=family.qk_norm == "projection",
+            ),
+            qkv=self._linear(*(f"{layer}.{name}" for name in family.qkv), has_bias=self._value("qkv_bias")),
+            o=self._linear(f"{layer}.{family.o}", has_bias=self._value("o_bias")),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            rope=rope,
+        )
+
+    def _mlp(self, index: int) -> MLP | Experts:
+        layer, family, has_bias = f"model.layers.{index}", self.family, self._value("mlp_bias")
+        if family.experts is not None and family.experts.has_layer(index, self.config):
+            return self._experts(layer, family.experts)
+        return MLP(
+            self._linear(*(f"{layer}.{name}" for name in family.mlp_in), has_bias=has_bias),
+            self._linear(f"{layer}.{family.mlp_out}", has_bias=has_bias),
+            self.activation,
+            family.gated,
+        )
+
+    def _experts(self, layer: str, names: ExpertNames) -> Experts:
+        experts = []
+        for number in range(names.count.of(self.config)):
+            expert = f"{layer}.{names.experts}.{number}"
+            wide = self._linear(f"{expert}.{names.gate}", f"{expert}.{names.up}")
+            experts.append(MLP(wide, self._linear(f"{expert}.{names.down}"), self.activation, gated=True))
+        return Experts(
+            self._linear(f"{layer}.{names.router}"),
+            experts,
+            names.per_token.of(self.config),
+            value(names.renormalize, self.config),
+        )
+
+    def _norm(self, name: str) -> Norm:
+        weight, eps = self._dense(f"{name}.weight"), self._value("norm_eps")
+        if self.family.norm == "layer":
+            return LayerNorm(weight, self._dense(f"{name}.bias"), eps)
+        return (RMSNormPlusOne if self.family.norm == "rms plus one" else RMSNorm)(weight, eps)
 
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
@@ -134,3 +209,9 @@ class DecoderLoader:
                 f"the checkpoint holds tensors that model_type {self.config['model_type']!r} does not use, so it would "
                 f"not compute what it stores: {', '.join(left[:3])}{more}"
             )
+
+
+def _activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise InputError(f"config.json: activation {name!r} is not supported ({', '.join(ACTIVATIONS)} are)")
+    return ACTIVATIONS[name]

@@ -47,6 +47,10 @@ class AttentionBackend(Protocol):
         store: KVStore,
         prepared: Any,
         scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim_v]
-        """Causal attention over the stored K and V of `layer`, the current chunk's included."""
+        """Causal attention over the stored K and V of `layer`, the current chunk's included.
+
+        `softcap` c: the scores s = scale · q·k become c · tanh(s / c) before the softmax.
+        """
         ...

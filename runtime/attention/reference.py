@@ -13,7 +13,13 @@ class ReferenceAttention:
         return metadata
 
     def __call__(
-        self, queries: torch.Tensor, layer: int, store: KVStore, prepared: AttentionMetadata, scale: float
+        self,
+        queries: torch.Tensor,
+        layer: int,
+        store: KVStore,
+        prepared: AttentionMetadata,
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         metadata = prepared
         num_tokens, num_heads, _ = queries.shape
@@ -30,6 +36,9 @@ class ReferenceAttention:
                 for head in range(num_heads):
                     keys = all_keys[sequence, block, offset, head // group_size]
                     values = all_values[sequence, block, offset, head // group_size]
-                    weights = torch.softmax(keys @ queries[token, head].float() * scale, dim=0)
+                    scores = keys @ queries[token, head].float() * scale
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    weights = torch.softmax(scores, dim=0)
                     output[token, head] = (weights @ values).to(output.dtype)
         return output

@@ -1,6 +1,7 @@
 """Paged attention on torch's scaled_dot_product_attention: K and V of a batch are gathered from their blocks."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from llmq.runtime.kv_store import KVStore
 
 # Sequences of one call are padded to the longest of them; another call is cheaper than reading this much more.
 MAX_PADDING = 1.5
+# A softcap has no fused kernel: its scores are held, in float32, this many at a time (64 MiB).
+SCORES_PER_TILE = 2**24
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,15 @@ class SdpaAttention:
         return [_plan_call(metadata, sequences) for sequences in _batches(metadata)]
 
     def __call__(
-        self, queries: torch.Tensor, layer: int, store: KVStore, prepared: list[_Call], scale: float
+        self,
+        queries: torch.Tensor,
+        layer: int,
+        store: KVStore,
+        prepared: list[_Call],
+        scale: float,
+        softcap: float | None = None,
     ) -> torch.Tensor:
+        attend = F.scaled_dot_product_attention if softcap is None else partial(_softcapped_attention, softcap=softcap)
         spec = store.spec(layer)
         num_heads, num_kv_heads = queries.shape[1], spec.num_kv_heads
         group_size = num_heads // num_kv_heads
@@ -47,12 +57,12 @@ class SdpaAttention:
                 # The heads that share a KV head are its queries: K and V are read once for all of them.
                 rows = rows.reshape(batch, num_kv_heads, group_size, -1)
                 mask = None if call.mask is None else call.mask[:, None]
-                result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+                result = attend(rows, keys, values, attn_mask=mask, scale=scale)
                 output[call.tokens] = result.reshape(batch, 1, num_heads, -1)
             else:
                 if group_size > 1:
                     keys, values = (part.repeat_interleave(group_size, dim=1) for part in (keys, values))
-                result = F.scaled_dot_product_attention(
+                result = attend(
                     rows.transpose(1, 2),
                     keys,
                     values,
@@ -62,6 +72,33 @@ class SdpaAttention:
                 )
                 output[call.tokens] = result.transpose(1, 2)
         return output
+
+
+def _softcapped_attention(
+    queries: torch.Tensor,  # [batch, num_heads, num_queries, head_dim]
+    keys: torch.Tensor,  # [batch, num_heads, num_keys, head_dim]
+    values: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None,  # [batch, 1, num_queries or 1, num_keys]
+    scale: float,
+    softcap: float,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention with a softcap between the product and the softmax, a few queries at a time."""
+    (batch, num_heads, num_queries, _), num_keys = queries.shape, keys.shape[2]
+    tile = max(1, SCORES_PER_TILE // (batch * num_heads * num_keys))
+    output = queries.new_empty(*queries.shape[:3], values.shape[3])
+    for start in range(0, num_queries, tile):
+        rows = slice(start, min(start + tile, num_queries))
+        scores = (queries[:, :, rows] @ keys.transpose(2, 3)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+        if is_causal:
+            position = torch.arange(num_keys, device=scores.device)
+            scores.masked_fill_(position > position[rows, None], -torch.inf)
+        elif attn_mask is not None:
+            seen = attn_mask if attn_mask.shape[2] == 1 else attn_mask[:, :, rows]
+            scores.masked_fill_(~seen, -torch.inf)
+        output[:, :, rows] = scores.softmax(dim=-1).to(values.dtype) @ values
+    return output
 
 
 def _batches(metadata: AttentionMetadata) -> list[list[int]]:

@@ -1,30 +1,56 @@
-"""The decoder: one forward for every family in `families.py`."""
+"""The decoder: one forward for every family in `profiles/families.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from llmq.profiles.architecture import ModelArchitecture
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.layers.linear import Linear
-from llmq.runtime.layers.rope import RotaryEmbedding, apply_rope
+from llmq.runtime.layers.mlp import MLP, Experts
+from llmq.runtime.layers.norm import Norm, softcap
+from llmq.runtime.layers.rope import RotaryEmbedding
+from llmq.runtime.layers.self_attention import SelfAttention, Step
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """The weights of one layer, siblings merged: `qkv` is q, k, v one after the other, `gate_up` gate, then up."""
+class ResidualBlock:
+    """x + scale · after(part(before(x))): half a layer. A norm that is None is not there."""
 
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_attention_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    part: SelfAttention | MLP | Experts
+    before: Norm | None
+    after: Norm | None
+    scale: float | None
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        y = x if self.before is None else self.before(x)
+        y = self.part(y, step) if isinstance(self.part, SelfAttention) else self.part(y)
+        if self.after is not None:
+            y = self.after(y)
+        return x + (y if self.scale is None else y * self.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        norms = [norm for norm in (self.before, self.after) if norm is not None]
+        return sum(one.num_bytes for one in (*self.part.linears, *norms))
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Hidden states -> logits: a linear, then what a family does to its result."""
+
+    linear: Linear
+    divisor: float | None = None
+    softcap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        logits = self.linear(hidden).float()
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else softcap(logits, self.softcap)
 
 
 class Decoder:
@@ -32,65 +58,42 @@ class Decoder:
 
     def __init__(
         self,
-        architecture: ModelArchitecture,
         embedding: Tensor,
-        layers: list[DecoderLayer],
-        final_norm: Tensor,
-        head: Linear,
-        rope: RotaryEmbedding,
-        rms_norm_eps: float,
+        embedding_scale: float | None,
+        blocks: Sequence[ResidualBlock],
+        final_norm: Norm,
+        head: OutputHead,
+        ropes: Sequence[RotaryEmbedding],
     ) -> None:
-        self.architecture = architecture
         self.embedding = embedding  # [vocab_size, hidden_size]
-        self.layers = layers
+        self.embedding_scale = embedding_scale
+        self.blocks = blocks
         self.final_norm = final_norm
         self.head = head
-        self.rope = rope
-        self.rms_norm_eps = rms_norm_eps
+        self.ropes = ropes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights in memory; a tied head counts once."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        if getattr(self.head, "weight", None) is not self.embedding:
-            linears.append(self.head)
-        return self.embedding.nbytes + sum(linear.num_bytes for linear in linears)
+        tied = getattr(self.head.linear, "weight", None) is self.embedding
+        head_bytes = 0 if tied else self.head.linear.num_bytes
+        return self.embedding.nbytes + head_bytes + sum(one.num_bytes for one in (*self.blocks, self.final_norm))
+
+    @property
+    def kernels(self) -> set[str]:
+        """Names of what multiplies the linears of the layers."""
+        return {linear.kernel for block in self.blocks for linear in block.part.linears}
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""
+        step = Step.of(inputs, store, attention, self.ropes)
         hidden = self.embedding[inputs.token_ids]
-        cos, sin = self.rope.rows(inputs.positions)
-        prepared = [attention.prepare(metadata) for metadata in inputs.attention]
-        for index, layer in enumerate(self.layers):
-            group = inputs.group_of_layer[index]
-            normed = self._norm(hidden, layer.input_norm)
-            q, k, v = self._qkv(layer, index, normed, cos, sin)
-            # Written before they are read: attention sees the current chunk only as the store holds it, so that
-            # chunking and prefix hits cannot change a result.
-            store.write(index, k, v, inputs.attention[group].slots)
-            mixed = attention(q, index, store, prepared[group], q.shape[-1] ** -0.5)
-            hidden = hidden + layer.o(mixed.flatten(1))
-            gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
-        return self._norm(hidden, self.final_norm)
+        if self.embedding_scale is not None:
+            hidden = hidden * self.embedding_scale
+        for block in self.blocks:
+            hidden = block(hidden, step)
+        return self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
-        return self.head(hidden).float()
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.rms_norm_eps)
-
-    def _qkv(
-        self, layer: DecoderLayer, index: int, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], q and k rotated."""
-        spec, num_heads = self.architecture.attention[index], self.architecture.num_attention_heads
-        sizes = [num_heads * spec.head_dim_k, spec.num_kv_heads * spec.head_dim_k, spec.num_kv_heads * spec.head_dim_v]
-        q, k, v = layer.qkv(x).split(sizes, dim=-1)
-        q = q.unflatten(-1, (num_heads, spec.head_dim_k))
-        k = k.unflatten(-1, (spec.num_kv_heads, spec.head_dim_k))
-        v = v.unflatten(-1, (spec.num_kv_heads, spec.head_dim_v))
-        if layer.q_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        return self.head(hidden)

@@ -50,6 +50,9 @@ def test_a_nested_text_config_is_read():
             [512, None, 512, None],
         ),
         ({"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 2}, [512, None, 512, None]),
+        ({"model_type": "gemma2", "sliding_window": 512}, [512, None, 512, None]),
+        ({"model_type": "smollm3", "sliding_window": 512}, [None] * 4),
+        ({"model_type": "qwen3_moe", "sliding_window": 512, "use_sliding_window": True}, [512] * 4),
     ],
 )
 def test_which_layers_have_a_window(changes, expected):
@@ -61,9 +64,24 @@ def test_gemma_3_without_a_period_has_a_global_layer_every_sixth():
     assert [index for index, window in enumerate(layers) if window is None] == [5, 11, 17, 23]
 
 
-def test_an_unknown_architecture_is_refused_by_name():
-    with pytest.raises(InputError, match="model_type 'deepseek_v3' is not one that llmq knows"):
-        ModelArchitecture.from_config({**BASE, "model_type": "deepseek_v3"})
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "model_type 'deepseek_v3' .* latent attention"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "type linear_attention"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside"),
+        ({"model_type": "openelm", "num_key_value_heads": [1, 2]}, "differ from layer to layer"),
+        ({"model_type": None}, "no model_type"),
+    ],
+)
+def test_a_cache_that_cannot_be_derived_is_refused_by_name(changes, reason):
+    with pytest.raises(InputError, match=reason):
+        ModelArchitecture.from_config({**BASE, **changes})
+
+
+def test_an_unknown_family_of_plain_heads_is_derived():
+    made = ModelArchitecture.from_config({**BASE, "model_type": "stablelm", "num_key_value_heads": 4})
+    assert (made.num_kv_heads, made.head_dim, made.family) == (4, 128, None)
 
 
 def test_missing_keys_are_named():

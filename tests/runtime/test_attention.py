@@ -1,11 +1,14 @@
 """The torch attention against the definition, over random ragged batches in a scattered store."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from llmq.runtime.attention import sdpa
 from llmq.runtime.attention.base import AttentionMetadata
 from llmq.runtime.attention.reference import ReferenceAttention
 from llmq.runtime.attention.sdpa import SdpaAttention
@@ -53,14 +56,17 @@ def build(sequences, heads, kv_heads, head_dim, window, block_tokens, seed):
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (3, 1)]),
     window=st.sampled_from([None, 1, 7, 16]),
     block_tokens=st.sampled_from([1, 4, 16]),
+    softcap=st.sampled_from([None, 0.5, 5.0]),
+    scores_per_tile=st.sampled_from([1, 100, sdpa.SCORES_PER_TILE]),
     seed=st.integers(0, 1000),
 )
-def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, seed):
+def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, softcap, scores_per_tile, seed):
     queries, store, metadata = build(sequences, *heads, 8, window, block_tokens, seed)
-    made = [
-        backend(queries, 1, store, backend.prepare(metadata), 0.3)
-        for backend in (ReferenceAttention(), SdpaAttention())
-    ]
+    with patch.object(sdpa, "SCORES_PER_TILE", scores_per_tile):
+        made = [
+            backend(queries, 1, store, backend.prepare(metadata), 0.3, softcap)
+            for backend in (ReferenceAttention(), SdpaAttention())
+        ]
     torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-5)
 
 

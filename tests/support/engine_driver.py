@@ -63,7 +63,10 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # Eager attention is the definition; others leave a softcap out.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -79,9 +82,12 @@ class Reference:
         return output[0, len(prompt) :].tolist()
 
     @torch.inference_mode()
-    def log_probs(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[num_tokens, vocab_size]: row i predicts token i + 1."""
-        return torch.log_softmax(self.model(torch.tensor([list(token_ids)])).logits[0].float(), dim=-1)
+        return self.model(torch.tensor([list(token_ids)])).logits[0].float()
+
+    def log_probs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.log_softmax(self.logits(token_ids), dim=-1)
 
 
 def force_preemption(engine: Engine) -> None:
