@@ -89,9 +89,9 @@ async def _answer(service: Service, call: Call, body: GenerationRequest, request
     if body.stream:
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         stream = events(call.generation, deltas, call.answer, include_usage=include_usage)
-        return EventStreamResponse(service.counted(stream))
+        return EventStreamResponse(stream, around=service.running(call))
     try:
-        with service.counting():
+        with service.running(call):
             whole = await until_disconnect(request.receive, collect(call.generation, deltas, call.answer))
     except ClientGoneError:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -88,6 +88,10 @@ class Generation:
                 if choice.output.finish_reason is None:
                     metrics.observe_finish("abort", time.monotonic() - self.arrival_s)
 
+    @property
+    def num_unfinished(self) -> int:
+        return sum(choice.output.finish_reason is None for choice in self.choices)
+
     def usage_counts(self) -> tuple[int, int, int]:
         """Prompt tokens (each prompt once), completion tokens of all choices, prompt tokens from the prefix cache."""
         leaders = self.choices[:: self._n]

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class Service:
         self.fingerprint = fingerprint_id(info)
         self.started_s = time.time()
         self.draining = False
-        self.num_calls = 0  # being answered now
+        self._running: set[Generation] = set()
         self._input = InputProcessor(tokenizer, info)
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
 
@@ -135,24 +135,26 @@ class Service:
         if (trouble := self.client.trouble()) is not None:
             raise unavailable(trouble, "engine_unavailable")
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that are being answered."""
+        return len(self._running)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run, or wait for something."""
+        return sum(generation.num_unfinished for generation in self._running)
+
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """A call is being answered: a shutdown waits for it."""
-        self.num_calls += 1
+    def running(self, call: Call) -> Iterator[None]:
+        """The call is being answered: a shutdown waits for it, and its sequences take room in the queue."""
+        self._running.add(call.generation)
         try:
             yield
         finally:
-            self.num_calls -= 1
-
-    async def counted(self, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """`counting` for a stream."""
-        with self.counting():
-            async with aclosing(stream):
-                async for event in stream:
-                    yield event
+            self._running.remove(call.generation)
 
     def _generation(self, kind: str, prompts: Sequence[Prompt], request: GenerationRequest) -> Generation:
-        """The last check, for room, and from here on the sequences count."""
         n = 1 if request.n is None else request.n
         check_range("n", n)
         if n * len(prompts) > MAX_SEQUENCES:
@@ -165,11 +167,11 @@ class Service:
 
     def _admit(self, num_sequences: int) -> None:
         self.check_open()
-        if self._capacity is not None and self.client.num_unfinished + num_sequences > self._capacity:
+        if self._capacity is not None and self.num_sequences + num_sequences > self._capacity:
             raise ApiError(
                 429,
-                f"{self.client.num_unfinished} sequences are running or waiting, and the queue holds no more "
-                f"than {self._capacity}",
+                f"{self.num_sequences} sequences are running or waiting and {num_sequences} more would be over the "
+                f"{self._capacity} that the server takes",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"retry-after": "1"},
