@@ -104,10 +104,11 @@ def _modifiers(plan: Plan) -> list[Any]:
     if plan.recipe.method == "gptq":
         return [GPTQModifier(config_groups=groups, ignore=ignore, dampening_frac=DAMPING)]
     quantize = QuantizationModifier(config_groups=groups, ignore=ignore)
-    if plan.recipe.method == "fp8":
+    # An empty list of mappings would make the library use its own.
+    mappings = _smoothed(plan)[0] if plan.recipe.method == "smoothquant" else []
+    if not mappings:
         return [quantize]
-    smooth = SmoothQuantModifier(smoothing_strength=SMOOTHING_STRENGTH, mappings=_smoothed(plan)[0])
-    return [smooth, quantize]
+    return [SmoothQuantModifier(smoothing_strength=SMOOTHING_STRENGTH, mappings=mappings), quantize]
 
 
 def _smoothed(plan: Plan) -> tuple[list[tuple[list[str], str]], list[ScalingReport]]:

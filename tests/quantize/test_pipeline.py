@@ -185,6 +185,19 @@ def test_smoothquant_smooths_the_norms_and_says_what_it_left(quantized, source):
     assert "norms only" in skipped["v_proj"]
 
 
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_a_norm_that_also_feeds_a_linear_left_alone_takes_no_scale(
+    source, calibration_jsonl, run_quantize, tmp_path, method
+):
+    report = run_quantize(source, tmp_path / "out", method, calibration_jsonl, ignore=("q_proj", "gate_proj"))
+    tensors, original = load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors")
+    for name, tensor in original.items():
+        if "norm" in name or "q_proj" in name or "gate_proj" in name:
+            assert torch.equal(tensors[name], tensor)
+    assert all("q_proj" in s.skipped for s in report.scalings if s.source.endswith("input_layernorm"))
+    assert any("vLLM" in warning for warning in report.warnings)
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
 def test_an_ignored_layer_keeps_its_bytes(source, calibration_jsonl, run_quantize, tmp_path, method):
     out = tmp_path / "out"
