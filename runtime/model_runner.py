@@ -9,7 +9,7 @@ import torch
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs, RunnerRequest
 from llmq.runtime.kv_store import KVStore
-from llmq.runtime.models.decoder import Decoder
+from llmq.runtime.models.loader import Model
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
@@ -24,7 +24,7 @@ LogitsObserver = Callable[[str, int, torch.Tensor], None]
 class ModelRunner:
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         store: KVStore,
         attention: AttentionBackend,
         sampler: Sampler,

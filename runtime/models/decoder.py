@@ -80,9 +80,9 @@ class Decoder:
         return self.embedding.nbytes + head_bytes + sum(one.num_bytes for one in (*self.blocks, self.final_norm))
 
     @property
-    def kernels(self) -> set[str]:
+    def kernels(self) -> frozenset[str]:
         """Names of what multiplies the linears of the layers."""
-        return {linear.kernel for block in self.blocks for linear in block.part.linears}
+        return frozenset(linear.kernel for block in self.blocks for linear in block.part.linears)
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""

@@ -1,5 +1,6 @@
-"""Which loader reads a checkpoint: the decoder that is described by data, or transformers' own code."""
+"""Which code runs a checkpoint: the decoder that is described by data, or transformers' own."""
 
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -7,15 +8,32 @@ import torch
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
-from llmq.runtime.models.decoder import Decoder
+from llmq.runtime.attention.base import AttentionBackend
+from llmq.runtime.batch import BatchInputs
+from llmq.runtime.kv_store import KVStore
 from llmq.runtime.weights import DecoderLoader
+
+
+class Model(Protocol):
+    """What the runner runs."""
+
+    num_bytes: int  # of all weights in memory
+    kernels: frozenset[str]  # what multiplies the linears of the layers
+
+    def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+        ...
 
 
 class ModelLoader(Protocol):
     implementation: str  # whose modelling code runs
     schemes: dict[str, int]  # what linears are made of -> how many
 
-    def load(self, max_model_len: int) -> Decoder: ...
+    def load(self, max_model_len: int) -> Model: ...
 
     def kv_scales(self) -> dict[int, tuple[float, float]]: ...
 
@@ -23,7 +41,14 @@ class ModelLoader(Protocol):
 def make_loader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelLoader:
     """The loader of a checkpoint. Raises InputError, before any weight is read, for what cannot run."""
     family = checkpoint.architecture.family
-    if family is None:
-        model_type = checkpoint.architecture.model_type
-        raise InputError(f"the runtime does not run model_type {model_type!r} yet (it runs {', '.join(FAMILIES)})")
-    return DecoderLoader(checkpoint, family, dtype, device)
+    if family is not None:
+        return DecoderLoader(checkpoint, family, dtype, device)
+    if find_spec("transformers") is None:
+        raise InputError(
+            f"model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, which is not installed "
+            f"here: pip install 'transformers>=5.15,<5.18' (without it the runtime runs {', '.join(FAMILIES)})"
+        )
+    # The one place where the runtime needs transformers.
+    from llmq.runtime.models.transformers_decoder import TransformersLoader
+
+    return TransformersLoader(checkpoint, dtype, device)
