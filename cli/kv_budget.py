@@ -180,6 +180,8 @@ def _notes(budget: "Budget", ctx: str | None) -> list[str]:
         decimal = int(float(ctx.strip()[:-1]) * (1000 if ctx.strip().lower().endswith("k") else 1_000_000))
         size = format_bytes(layout.needed_bytes(decimal) * budget.ranks)
         notes.append(f"{ctx} is read as {budget.num_tokens:,} tokens (k = 1024); {decimal:,} tokens take {size}.")
+    if arch.family is None:
+        notes.append(f"model_type {arch.model_type} is not one that llmq knows: the cache is derived from config.json.")
     if budget.num_tokens > arch.max_position_embeddings:
         notes.append(f"The model's own context is {arch.max_position_embeddings:,} tokens.")
     if dtype.bits < 16 and not dtype.scale_bytes:

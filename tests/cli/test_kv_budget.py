@@ -224,3 +224,10 @@ def test_a_checkpoint_is_budgeted_as_it_is_served(tiny_llama, request, kv_dtype,
     )
     assert printed["memory"]["num_blocks"] == engine.info.num_blocks
     assert printed["memory"]["num_blocks"] * printed["per_rank"]["block_bytes"] == engine.info.kv_cache_bytes
+
+
+def test_a_cache_that_was_derived_for_an_unknown_family_is_marked(folder):
+    model = folder({**SMOLLM2, "model_type": "stablelm"})
+    assert "model_type stablelm is not one that llmq knows: the cache is derived" in text(model, "--weights", "1GiB")
+    with pytest.raises(InputError, match=r"'stablelm' .* --weights 40GiB"):
+        text(model)
