@@ -1,7 +1,7 @@
 """config.json and generation_config.json of a model, from the metadata of its GGUF file."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 
 
@@ -64,6 +65,9 @@ def model_config(
         "transformers_version": "4.51.0",  # whose spelling this is; transformers 5 reads it too
         **special_token_ids(fields),
     }
+    if model_type == "gemma3_text":
+        del config["hidden_act"]
+        config |= _gemma3(field, head_dim)
     biased = {name.split(".")[-2] for name in tensors if name.endswith("_proj.bias")}
     if model_type == "qwen2":
         config["use_sliding_window"] = False
@@ -71,6 +75,21 @@ def model_config(
         config["attention_bias"] = bool(biased & {"q_proj", "k_proj", "v_proj", "o_proj"})
         config["mlp_bias"] = bool(biased & {"gate_proj", "up_proj", "down_proj"})
     return config
+
+
+def _gemma3(field: Callable[..., Any], head_dim: int) -> dict[str, Any]:
+    """What llama.cpp's code knows of Gemma 3, and its files do not say."""
+    hidden, heads = field("embedding_length"), field("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": field("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0,
+        # 256 in every size but 27B, whose queries are scaled by its width over its heads.
+        "query_pre_attn_scalar": hidden // heads if field("block_count") == 62 else head_dim,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
 
 
 def special_token_ids(fields: Mapping[str, Any]) -> dict[str, int]:

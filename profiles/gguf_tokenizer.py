@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.profiles.errors import InputError
-
-Json = dict[str, Any]
-
-# GGUF token types (llama.cpp's llama_token_type).
-_CONTROL, _USER_DEFINED = 3, 4
+from llmq.profiles.gguf_sentencepiece import sentencepiece_json
+from llmq.profiles.tokenizer_parts import CONTROL, USER_DEFINED, Json, added_token, bos_processor, bpe_model
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
@@ -73,9 +70,14 @@ def special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def tokenizer_json(fields: Mapping[str, Any]) -> Json:
     """The file of the `tokenizers` library. Raises InputError for a tokenizer that is not reproduced exactly."""
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    kind = fields.get("tokenizer.ggml.model")
+    if kind == "llama":
+        return sentencepiece_json(fields)
     if kind != "gpt2":
-        raise InputError(f"GGUF tokenizer {kind!r} is not one that llmq converts (gpt2: byte-level BPE)")
+        raise InputError(
+            f"GGUF tokenizer {kind!r} is not one that llmq converts (gpt2: byte-level BPE; llama: SentencePiece BPE)"
+        )
+    pre = fields.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         raise InputError(f"GGUF pre-tokenizer {pre!r} is not one that llmq converts ({', '.join(_PRE_TOKENIZERS)})")
     tokens = fields["tokenizer.ggml.tokens"]
@@ -86,45 +88,17 @@ def tokenizer_json(fields: Mapping[str, Any]) -> Json:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added_token(token_id, token, special=kind == _CONTROL)
+            added_token(token_id, token, special=kind == CONTROL)
             for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED)
+            if kind in (CONTROL, USER_DEFINED)
         ],
         "normalizer": _NORMALIZERS.get(pre),
         "pre_tokenizer": parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts},
-        "post_processor": _bos_processor(fields, pre),
+        "post_processor": bos_processor(fields, adds_bos=pre in _ADDS_BOS_UNLESS_TOLD),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre in _IGNORES_MERGES,
-            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
-        },
-    }
-
-
-def _added_token(token_id: int, content: str, special: bool) -> Json:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": token_id, "content": content, **flags, "special": special}
-
-
-def _bos_processor(fields: Mapping[str, Any], pre: str) -> Json | None:
-    """Puts the BOS token in front of a text, where the file says that its tokenizer does."""
-    if not fields.get("tokenizer.ggml.add_bos_token", pre in _ADDS_BOS_UNLESS_TOLD):
-        return None
-    bos_id = fields["tokenizer.ggml.bos_token_id"]
-    bos = fields["tokenizer.ggml.tokens"][bos_id]
-    first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    pair = [{"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, *pair],
-        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        "model": bpe_model(
+            {token: token_id for token_id, token in enumerate(tokens)},
+            [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
+            ignore_merges=pre in _IGNORES_MERGES,
+        ),
     }

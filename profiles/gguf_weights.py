@@ -29,6 +29,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma has four norms a layer, and its names for them are not what Llama's are for.
+_GEMMA3_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # Not weights: rope_freqs holds the factors of Llama 3's RoPE scaling, which belong in config.json.
 _NOT_WEIGHTS = ("rope_freqs.weight",)
 
@@ -41,6 +48,7 @@ class GGUFTensor:
     info: TensorInfo
     source: StoredTensor
     row_order: np.ndarray | None  # rows to take, in order; None: as they lie
+    minus: float = 0.0  # what llama.cpp's converter has added to every element
 
 
 def list_tensors(stored: list[StoredTensor], architecture: str, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:
@@ -49,7 +57,7 @@ def list_tensors(stored: list[StoredTensor], architecture: str, num_heads: int, 
     for source in stored:
         if source.name in _NOT_WEIGHTS:
             continue
-        name = _hugging_face_name(source.name)
+        name = _hugging_face_name(source.name, _GEMMA3_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES)
         if name is None:
             unknown.append(source.name)
             continue
@@ -60,16 +68,18 @@ def list_tensors(stored: list[StoredTensor], architecture: str, num_heads: int, 
         elif architecture == "llama" and ".k_proj." in name:
             row_order = unpermuted_rows(shape[0], num_kv_heads)
         num_bytes = 2 * int(np.prod(shape, dtype=np.int64))
-        tensors.append(GGUFTensor(TensorInfo(name, "BF16", shape, num_bytes, ""), source, row_order))
+        # Gemma scales by 1 + weight; its files hold the sum.
+        minus = 1.0 if architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+        tensors.append(GGUFTensor(TensorInfo(name, "BF16", shape, num_bytes, ""), source, row_order, minus))
     if unknown:
         raise InputError(f"the GGUF holds {len(unknown)} tensors that llmq does not know: {', '.join(unknown[:5])}, …")
     return tensors
 
 
-def _hugging_face_name(name: str) -> str | None:
+def _hugging_face_name(name: str, layer_names: dict[str, str]) -> str | None:
     match = _LAYER_TENSOR.fullmatch(name)
-    if match and match.group(2) in _LAYER_NAMES:
-        return f"model.layers.{match.group(1)}.{_LAYER_NAMES[match.group(2)]}.{match.group(3)}"
+    if match and match.group(2) in layer_names:
+        return f"model.layers.{match.group(1)}.{layer_names[match.group(2)]}.{match.group(3)}"
     return _MODEL_NAMES.get(name)
 
 
@@ -90,7 +100,7 @@ def bf16_chunks(tensor: GGUFTensor) -> Iterator[bytes]:
 
     data, kind = tensor.source.data, GGMLQuantizationType[tensor.source.type_name]
     if len(tensor.info.shape) == 1:
-        values = dequantize(np.ascontiguousarray(data), kind).reshape(-1)
+        values = dequantize(np.ascontiguousarray(data), kind).reshape(-1) - np.float32(tensor.minus)
         yield to_bf16(values if tensor.row_order is None else values[tensor.row_order]).tobytes()
         return
     num_rows, row_elements = tensor.info.shape

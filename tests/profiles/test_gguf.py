@@ -212,7 +212,10 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, tiny_llama):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma3"}, r"GGUF architecture 'gemma3' is not one that llmq converts \(llama, qwen2, qwen3\)"),
+        (
+            {"arch": "gemma2"},
+            r"GGUF architecture 'gemma2' is not one that llmq converts \(llama, qwen2, qwen3, gemma3\)",
+        ),
         ({"fields": {"tokenizer.ggml.pre": "deepseek-v3"}}, "GGUF pre-tokenizer 'deepseek-v3' is not one"),
         ({"fields": {"llama.expert_count": 8}}, "mixture of 8 experts"),
         ({"fields": {"llama.rope.scaling.type": "longrope"}}, "RoPE scaling 'longrope'"),
