@@ -41,7 +41,25 @@ def serve(
         str | None, typer.Option(help="What requests call it. Default: the folder's name, or the id as given.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LLMQ_API_KEY", help="Wanted on every route but /health.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            envvar="LLMQ_API_KEY",
+            help="Wanted on every route but /health. Repeat it for several users, who get fair shares.",
+            show_default=False,
+        ),
+    ] = None,
+    salt_per_key: Annotated[
+        bool | None,
+        typer.Option(
+            "--salt-per-key/--no-salt-per-key",
+            help="Keys share no prefix cache, so that no key can time what another has sent. "
+            "Default: with several keys.",
+            show_default=False,
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds from arrival to the last token, then 504. Default: no limit."),
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
 ) -> None:
@@ -64,8 +82,10 @@ def serve(
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
     if not 0 < gpu_memory_utilization <= 1:
         raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
-    if api_key == "":
+    if any(not key for key in api_key or ()):
         raise InputError("--api-key is empty: give a key, or leave it away")
+    if salt_per_key and not api_key:
+        raise InputError("--salt-per-key: there is no --api-key")
     with console.progress() as progress:
         path = find_model(model, progress=progress)
     engine = EngineConfig(
@@ -89,7 +109,9 @@ def serve(
             host=host,
             port=port,
             served_model_name=served_model_name or _default_name(model),
-            api_key=api_key,
+            api_keys=api_key or [],
+            salt_per_key=salt_per_key,
+            request_timeout_s=request_timeout,
             max_queue=max_queue,
             drain_timeout_s=drain_timeout,
         )

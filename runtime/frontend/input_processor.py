@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
     "seed": (-(2**63), 2**63 - 1),
+    "priority": (-(2**31), 2**31 - 1),
 }
 
 

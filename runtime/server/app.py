@@ -1,6 +1,5 @@
 """The HTTP application: routes and the shape of errors. What a route does is in Service."""
 
-import hmac
 from importlib.metadata import version
 from typing import Any
 
@@ -10,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmq.runtime.server.callers import ApiKeys, Caller
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, explain
 from llmq.runtime.server.service import Call, Service
@@ -20,13 +20,13 @@ OPEN_ROUTES = ("/health",)  # answered without a key
 CLIENT_CLOSED_REQUEST = 499  # nginx's word; nobody reads it
 
 
-def create_app(service: Service, *, api_key: str | None = None) -> FastAPI:
-    """All routes for one model. With `api_key` every route but /health wants `Authorization: Bearer KEY`."""
+def create_app(service: Service, *, api_keys: ApiKeys | None = None) -> FastAPI:
+    """All routes for one model. With keys every route but /health wants `Authorization: Bearer KEY`."""
     app = FastAPI(title="llmq", version=version("llmq-toolkit"), docs_url=None, redoc_url=None)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service)
     _add_error_handlers(app)
-    app.add_middleware(_Guard, api_key=api_key)
+    app.add_middleware(_Guard, api_keys=api_keys or ApiKeys())
     return app
 
 
@@ -50,11 +50,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await _answer(service, await service.completion(body), body, request)
+        return await _answer(service, await service.completion(body, _caller(request)), body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(service, await service.chat(body), body, request)
+        return await _answer(service, await service.chat(body, _caller(request)), body, request)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
@@ -98,6 +98,10 @@ async def _answer(service: Service, call: Call, body: GenerationRequest, request
     return JSONResponse(whole)
 
 
+def _caller(request: Request) -> Caller:
+    return request.state.caller
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -122,19 +126,21 @@ def _add_error_handlers(app: FastAPI) -> None:
 class _Guard:
     """What holds for every route, known or not: the key, and the size of a body."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_keys: ApiKeys) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_keys = api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if not self._may_enter(scope["path"], headers.get(b"authorization", b"")):
+        caller = self._api_keys.identify(headers.get(b"authorization", b""))
+        if caller is None and scope["path"] not in OPEN_ROUTES:
             refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             await refusal.response()(scope, receive, send)
             return
+        scope.setdefault("state", {})["caller"] = caller
         num_bytes = 0
 
         async def receive_limited() -> Message:
@@ -146,8 +152,3 @@ class _Guard:
             return message
 
         await self._app(scope, receive_limited, send)
-
-    def _may_enter(self, path: str, authorization: bytes) -> bool:
-        if self._expected is None or path in OPEN_ROUTES:
-            return True
-        return hmac.compare_digest(authorization, self._expected)

@@ -41,18 +41,25 @@ class CutOffError(Exception):
     """The server ends and could not wait for this request any longer."""
 
 
-class OutputStream:
-    """The outputs of some requests, until each has finished. `close` aborts what has not."""
+class TimedOutError(Exception):
+    """The requests of a stream did not finish in the time that they had."""
 
-    def __init__(self, client: "EngineClient") -> None:
+
+class OutputStream:
+    """The outputs of some requests and their forks, until each has finished. `close` aborts what has not."""
+
+    def __init__(self, client: "EngineClient", timeout_s: float | None = None) -> None:
         self._client = client
-        self._queue: asyncio.Queue[RequestOutput | EngineDeadError | CutOffError] = asyncio.Queue()
+        self._queue: asyncio.Queue[RequestOutput | EngineDeadError | CutOffError | TimedOutError] = asyncio.Queue()
         self._unfinished: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out)
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         """Raises EngineDeadError."""
         self._client.send_requests(requests, self)
-        self._unfinished.update(request.request_id for request in requests)
+        self._unfinished.update(name for request in requests for name in sequence_names(request))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End some; nothing more comes of them."""
@@ -61,13 +68,21 @@ class OutputStream:
         self._client.abort(aborted)
 
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.abort(list(self._unfinished))
 
-    def put(self, output: RequestOutput | EngineDeadError | CutOffError) -> None:
+    def _time_out(self) -> None:
+        # The engine's blocks are free at once, even where nobody reads what has come so far.
+        self._client.abort(self._unfinished)
+        self.put(TimedOutError())
+
+    def put(self, output: RequestOutput | EngineDeadError | CutOffError | TimedOutError) -> None:
         self._queue.put_nowait(output)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Raises EngineDeadError when the engine dies, CutOffError when the server can wait no longer."""
+        """Raises EngineDeadError when the engine dies, CutOffError when the server can wait no longer, TimedOutError
+        when the time is up."""
         while self._unfinished:
             output = await self._queue.get()
             if isinstance(output, Exception):
@@ -138,15 +153,16 @@ class EngineClient:
         """What the server should end with: 0 unless the engine died."""
         return 0 if self._dead is None else self._dead.exit_code or 1
 
-    def open(self) -> OutputStream:
-        return OutputStream(self)
+    def open(self, timeout_s: float | None = None) -> OutputStream:
+        """A stream for requests that may take `timeout_s` from now on."""
+        return OutputStream(self, timeout_s)
 
     def send_requests(self, requests: Sequence[EngineRequest], stream: OutputStream) -> None:
         if self._dead is not None:
             raise self._dead
         if not self._streams:
             self._last_message_s = self._clock()  # work begins now: the age of idle silence does not count
-        self._streams.update((request.request_id, stream) for request in requests)
+        self._streams.update((name, stream) for request in requests for name in sequence_names(request))
         self._send(AddRequests(list(requests)))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -241,3 +257,8 @@ class EngineClient:
         self.died.set()
         if not ready.done():
             ready.set_exception(self._dead)
+
+
+def sequence_names(request: EngineRequest) -> list[str]:
+    """The ids under which its outputs come."""
+    return [request.request_id, *(name for name, _ in request.forks)]

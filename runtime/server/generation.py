@@ -4,13 +4,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from llmq.runtime.frontend.output_processor import SequenceDelta, SequenceOutput
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.server.engine_client import CutOffError, EngineClient, EngineDeadError
+from llmq.runtime.server.callers import Caller
+from llmq.runtime.server.engine_client import CutOffError, EngineClient, EngineDeadError, TimedOutError
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.metrics import ServerMetrics
 
@@ -26,10 +25,9 @@ class Prompt:
 class Choice:
     """One sequence: `index` is its place in the answer."""
 
-    def __init__(self, index: int, prompt: Prompt, request: EngineRequest, output: SequenceOutput) -> None:
+    def __init__(self, index: int, prompt: Prompt, output: SequenceOutput) -> None:
         self.index = index
         self.prompt = prompt
-        self.request = request
         self.output = output
         self.last_output_s: float | None = None
 
@@ -37,40 +35,57 @@ class Choice:
 class Generation:
     """`async for choice, delta in generation`: deltas of all choices as they come, until all have finished.
 
-    Of the `n` sequences of a prompt the first goes ahead; the others follow once it has brought something, for then
-    the prompt is in the prefix cache and is not computed n times. Leaving early needs `close`, which aborts the rest.
+    A prompt is one request; its `n` sequences are that request and n - 1 forks of it, which share what the prompt
+    computed. Leaving early needs `aclose`, which aborts the rest.
     """
 
     def __init__(
-        self, call_id: str, prompts: Sequence[Prompt], n: int, stop: Sequence[str], tokenizer: Tokenizer
+        self,
+        call_id: str,
+        prompts: Sequence[Prompt],
+        n: int,
+        stop: Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        caller: Caller,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
+        self.call_id = call_id
         self.prompts = prompts
         self.arrival_s = time.monotonic()
         self.choices: list[Choice] = []
+        self.requests: list[EngineRequest] = []
         for prompt in prompts:
-            for i in range(n):
-                index = len(self.choices)
-                request = EngineRequest(
-                    request_id=f"{call_id}-{index}",
+            names = [f"{call_id}-{len(self.choices) + i}" for i in range(n)]
+            self.requests.append(
+                EngineRequest(
+                    request_id=names[0],
                     prompt_token_ids=prompt.token_ids,
-                    sampling_params=_nth_params(prompt.params, i),
+                    sampling_params=prompt.params,
                     arrival_time_s=self.arrival_s,
+                    priority=priority,
+                    cache_salt=caller.cache_salt,
+                    tenant=caller.tenant,
+                    forks=[(name, _nth_seed(prompt.params.seed, i)) for i, name in enumerate(names) if i],
                 )
-                output = SequenceOutput(request.request_id, tokenizer, stop=stop, min_tokens=prompt.params.min_tokens)
-                self.choices.append(Choice(index, prompt, request, output))
+            )
+            for name in names:
+                output = SequenceOutput(name, tokenizer, stop=stop, min_tokens=prompt.params.min_tokens)
+                self.choices.append(Choice(len(self.choices), prompt, output))
         self._n = n
-        self._by_id = {choice.request.request_id: choice for choice in self.choices}
+        self._timeout_s = timeout_s
+        self._by_id = {choice.output.request_id: choice for choice in self.choices}
 
     async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncIterator[tuple[Choice, SequenceDelta]]:
-        """Raises ApiError: 503 where the engine is gone, 500 where it gave up on one of the sequences."""
-        stream = client.open()
+        """Raises ApiError: 503 where the engine is gone, 504 when the time is up, 500 where the engine gave up on one
+        of the sequences."""
+        stream = client.open(self._timeout_s)
+        unfinished = "abort"
         try:
-            stream.add([choice.request for choice in self.choices[:: self._n]])
+            stream.add(self.requests)
             async for output in stream:
                 choice = self._by_id[output.request_id]
-                if choice.last_output_s is None and choice.index % self._n == 0 and output.finish_reason != "error":
-                    followers = self.choices[choice.index + 1 : choice.index + self._n]
-                    stream.add([follower.request for follower in followers])
                 delta = choice.output.process(output)
                 if delta.finish_reason is not None and output.finish_reason is None:
                     stream.abort([output.request_id])  # a stop string ended it: the engine does not know
@@ -78,6 +93,10 @@ class Generation:
                 if delta.finish_reason == "error":
                     raise ApiError(500, f"the engine gave this request up: {delta.error}", kind="server_error")
                 yield choice, delta
+        except TimedOutError as error:
+            unfinished = "timeout"
+            message = f"not finished within the {self._timeout_s:g} s that this server gives a request"
+            raise ApiError(504, message, kind="server_error", code="request_timeout") from error
         except CutOffError as error:
             raise unavailable("the server is shutting down", "shutting_down") from error
         except EngineDeadError as error:
@@ -86,7 +105,7 @@ class Generation:
             stream.close()
             for choice in self.choices:
                 if choice.output.finish_reason is None:
-                    metrics.observe_finish("abort", time.monotonic() - self.arrival_s)
+                    metrics.observe_finish(unfinished, time.monotonic() - self.arrival_s)
 
     @property
     def num_unfinished(self) -> int:
@@ -110,9 +129,6 @@ class Generation:
             metrics.observe_finish(delta.finish_reason, now - self.arrival_s)
 
 
-def _nth_params(params: SamplingParams, i: int) -> SamplingParams:
-    """Of a seeded prompt each sequence gets a seed of its own; what the prompt's score is, the first one brings."""
-    if i == 0:
-        return params
-    seed = None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63
-    return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
+def _nth_seed(seed: int | None, i: int) -> int | None:
+    """Of a seeded prompt each sequence has a seed of its own, of 64 bits as all are."""
+    return None if seed is None else (seed + i + 2**63) % 2**64 - 2**63

@@ -23,6 +23,8 @@ _COUNTERS = (
     ("llmq_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     ("llmq_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     ("llmq_preemptions", "Requests preempted, to be recomputed.", lambda s: s.num_preemptions),
+    ("llmq_preempted_tokens", "Tokens whose KV preemptions threw away.", lambda s: s.preempted_tokens),
+    ("llmq_deferrals", "Steps in which a request waited so that running ones find room.", lambda s: s.num_deferrals),
 )
 
 

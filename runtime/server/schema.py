@@ -60,6 +60,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    priority: int | None = Field(None, description="Lower runs first; 0 where not given. -2147483648 to 2147483647.")
     user: str | None = Field(None, description="Accepted and not used.")
 
     @model_validator(mode="before")

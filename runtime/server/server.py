@@ -16,6 +16,7 @@ from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.server.app import create_app
+from llmq.runtime.server.callers import ApiKeys
 from llmq.runtime.server.engine_client import ENGINE_COMMAND, EngineClient, EngineDeadError
 from llmq.runtime.server.metrics import ServerMetrics
 from llmq.runtime.server.service import Service
@@ -31,7 +32,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     served_model_name: str | None = None  # None: the folder's name
-    api_key: str | None = None
+    api_keys: list[str] = []
+    salt_per_key: bool | None = None  # None: with several keys
+    request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
     max_queue: int | None = None  # sequences that may wait beyond max_num_seqs; None: no limit
     drain_timeout_s: float = 30.0
 
@@ -98,10 +101,12 @@ class _Server:
             model_name=self._config.served_model_name or Path(self._config.engine.model).resolve().name,
             max_queue=self._config.max_queue,
             max_num_seqs=self._config.engine.max_num_seqs,
+            request_timeout_s=self._config.request_timeout_s,
         )
+        api_keys = ApiKeys(self._config.api_keys, salt_per_key=self._config.salt_per_key)
         server = _Uvicorn(
             uvicorn.Config(
-                create_app(service, api_key=self._config.api_key),
+                create_app(service, api_keys=api_keys),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -21,6 +21,7 @@ from llmq.runtime.frontend.input_processor import (
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
 from llmq.runtime.server.answers import Answer, AnswerHead, ChatAnswer, TextAnswer
+from llmq.runtime.server.callers import Caller
 from llmq.runtime.server.engine_client import EngineClient
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.generation import Generation, Prompt
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 # A prompt of more characters (or ids) takes long enough to be worth a thread: /health must answer meanwhile.
 _LONG_TEXT = 20_000
+ANYBODY = Caller()
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Service:
         model_name: str,
         max_queue: int | None = None,
         max_num_seqs: int = 64,
+        request_timeout_s: float | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -65,9 +68,10 @@ class Service:
         self.draining = False
         self._running: set[Generation] = set()
         self._input = InputProcessor(tokenizer, info)
+        self._request_timeout_s = request_timeout_s
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
 
-    async def completion(self, request: CompletionRequest) -> Call:
+    async def completion(self, request: CompletionRequest, caller: Caller = ANYBODY) -> Call:
         """Raises ApiError."""
         self.check_model(request.model)
         echo, logprobs = bool(request.echo), request.logprobs
@@ -92,13 +96,13 @@ class Service:
                 )
                 for ids in token_ids
             ]
-            generation = self._generation("cmpl", prompts, request)
+            generation = self._generation("cmpl", prompts, request, caller)
         except InvalidRequestError as error:
             raise ApiError.from_invalid(error) from error
         head = self._head(generation)
         return Call(generation, TextAnswer(head, self.tokenizer, echo=echo, logprobs=logprobs is not None))
 
-    async def chat(self, request: ChatRequest) -> Call:
+    async def chat(self, request: ChatRequest, caller: Caller = ANYBODY) -> Call:
         """Raises ApiError."""
         self.check_model(request.model)
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -113,7 +117,7 @@ class Service:
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 **request.sampling_fields(),
             )
-            generation = self._generation("chatcmpl", [Prompt(ids, params)], request)
+            generation = self._generation("chatcmpl", [Prompt(ids, params)], request, caller)
         except InvalidRequestError as error:
             raise ApiError.from_invalid(error) from error
         return Call(generation, ChatAnswer(self._head(generation), self.tokenizer, logprobs=bool(request.logprobs)))
@@ -154,16 +158,28 @@ class Service:
         finally:
             self._running.remove(call.generation)
 
-    def _generation(self, kind: str, prompts: Sequence[Prompt], request: GenerationRequest) -> Generation:
+    def _generation(
+        self, kind: str, prompts: Sequence[Prompt], request: GenerationRequest, caller: Caller
+    ) -> Generation:
         n = 1 if request.n is None else request.n
         check_range("n", n)
+        check_range("priority", request.priority)
         if n * len(prompts) > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"n: {n} of {len(prompts)} prompts are more than the {MAX_SEQUENCES} sequences of a call", param="n"
             )
         stop = self._input.stop_strings(request.stop)
         self._admit(n * len(prompts))
-        return Generation(f"{kind}-{uuid.uuid4().hex}", prompts, n, stop, self.tokenizer)
+        return Generation(
+            f"{kind}-{uuid.uuid4().hex}",
+            prompts,
+            n,
+            stop,
+            self.tokenizer,
+            caller=caller,
+            priority=request.priority or 0,
+            timeout_s=self._request_timeout_s,
+        )
 
     def _admit(self, num_sequences: int) -> None:
         self.check_open()
@@ -181,8 +197,7 @@ class Service:
         return await asyncio.to_thread(encode, source) if _num_characters(source) > _LONG_TEXT else encode(source)
 
     def _head(self, generation: Generation) -> AnswerHead:
-        call_id = generation.choices[0].request.request_id.rsplit("-", 1)[0]
-        return AnswerHead(call_id, self.model_name, self.fingerprint)
+        return AnswerHead(generation.call_id, self.model_name, self.fingerprint)
 
 
 def fingerprint_id(info: EngineInfo) -> str:

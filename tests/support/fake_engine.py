@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput, TokenLogprobs
@@ -54,6 +56,10 @@ class FakeEngine:
         num_cached = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS if prompt in self._seen else 0
         self.added.append(request)
         self._running[request.request_id] = _Running(request, num_cached)
+        for name, seed in request.forks:
+            params = msgspec.structs.replace(request.sampling_params, seed=seed, prompt_logprobs=None)
+            fork = msgspec.structs.replace(request, request_id=name, sampling_params=params, forks=[])
+            self._running[name] = _Running(fork, num_cached)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         known = [request_id for request_id in request_ids if self._running.pop(request_id, None)]

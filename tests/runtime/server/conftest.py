@@ -18,6 +18,7 @@ from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.messages import Abort, AddRequests
 from llmq.runtime.request import EngineInfo
 from llmq.runtime.server.app import create_app
+from llmq.runtime.server.callers import ApiKeys
 from llmq.runtime.server.engine_client import EngineClient
 from llmq.runtime.server.metrics import ServerMetrics
 from llmq.runtime.server.service import Service
@@ -97,10 +98,12 @@ class Serving:
 
 @pytest.fixture
 def serving(tokenizer: Tokenizer) -> Callable:
-    """`async with serving(script=…, max_model_len=…, api_key=…, max_queue=…) as s`: a Serving."""
+    """`async with serving(script=…, max_model_len=…, api_keys=…, max_queue=…) as s`: a Serving."""
 
     @asynccontextmanager
-    async def start(*, script=None, api_key=None, max_queue=None, max_num_seqs=64, **config) -> AsyncIterator[Serving]:
+    async def start(
+        *, script=None, api_keys=(), max_queue=None, max_num_seqs=64, request_timeout_s=None, **config
+    ) -> AsyncIterator[Serving]:
         engine = fake_engine.FakeEngine(EngineConfig(model="tiny", **config), script or fake_engine.DEFAULT_SCRIPT)
         metrics = ServerMetrics()
         client = LoopbackClient(engine, on_stats=metrics.set_engine_stats)
@@ -113,8 +116,9 @@ def serving(tokenizer: Tokenizer) -> Callable:
             model_name="tiny",
             max_queue=max_queue,
             max_num_seqs=max_num_seqs,
+            request_timeout_s=request_timeout_s,
         )
-        app = create_app(service, api_key=api_key)
+        app = create_app(service, api_keys=ApiKeys(api_keys))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             try:

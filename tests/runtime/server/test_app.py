@@ -100,7 +100,11 @@ def test_prompts_times_n_are_numbered_and_seeded(serving: Callable):
     async def body():
         async with serving() as s:
             answer = (await s.post(TEXT, prompt=["ab", "cd"], n=2, max_tokens=3, seed=9)).json()
-            seeds = {r.request_id.rsplit("-", 1)[1]: r.sampling_params.seed for r in s.engine.added}
+            seeds = {
+                name.rsplit("-", 1)[1]: seed
+                for r in s.engine.added
+                for name, seed in [(r.request_id, r.sampling_params.seed), *r.forks]
+            }
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert seeds == {"0": 9, "1": 10, "2": 9, "3": 10}
         assert answer["usage"]["completion_tokens"] == 12
@@ -141,7 +145,7 @@ def test_echo_with_log_probabilities(serving: Callable, tokenizer: Tokenizer, st
             else:
                 chunks = (await s.post(TEXT, **wanted)).json()["choices"]
             scored = [r.sampling_params.prompt_logprobs for r in s.engine.added]
-        assert scored == [1, None]  # the prompt is scored once
+        assert scored == [1]  # the prompt is one request, its second sequence a fork
         for index in (0, 1):
             own = [chunk for chunk in chunks if chunk["index"] == index]
             lists = {name: [v for c in own for v in c["logprobs"][name]] for name in own[0]["logprobs"]}
@@ -333,7 +337,7 @@ def test_not_found_and_wrong_method_have_the_same_shape(serving: Callable):
 
 def test_every_route_but_health_wants_the_key(serving: Callable):
     async def body():
-        async with serving(api_key="k1") as s:
+        async with serving(api_keys=["k1"]) as s:
             paths = sorted({route.path.split("{")[0] for route in s.app.routes if hasattr(route, "path")})
             assert {"/health", "/metrics", "/openapi.json", TEXT, CHAT} <= set(paths)
             for path in [*paths, "/tokenize", "/"]:
@@ -389,6 +393,8 @@ def test_metrics_follow_the_engine(serving: Callable):
             "llmq_requests_running 0.0",
             "llmq_kv_blocks_used 0.0",
             "llmq_kv_blocks_total 64.0",
+            "llmq_preempted_tokens_total 0.0",
+            "llmq_deferrals_total 0.0",
             "llmq_time_to_first_token_seconds_count 2.0",
             "llmq_inter_token_latency_seconds_count 4.0",
             "llmq_request_latency_seconds_count 2.0",
@@ -437,7 +443,7 @@ def test_a_client_that_goes_frees_the_engine(serving: Callable, stream: bool):
     async def body():
         async with serving(max_model_len=10**6) as s:
             wanted = {"prompt": "a", "max_tokens": 500_000, "ignore_eos": True, "n": 2, "stream": stream}
-            await _hang_up(s.app, TEXT, wanted, after=lambda: len(s.engine.added) == 2)
+            await _hang_up(s.app, TEXT, wanted, after=lambda: s.engine.has_unfinished_requests)
             assert len(s.engine.aborted) == 2
             assert not s.engine.has_unfinished_requests
             assert (s.service.client.num_unfinished, s.service.num_calls) == (0, 0)
