@@ -8,8 +8,10 @@ import torch
 
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs, RunnerRequest
+from llmq.runtime.faults import describe
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.models.loader import Model
+from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
@@ -49,52 +51,75 @@ class ModelRunner:
         for item, request in zip(plan.scheduled, requests, strict=True):
             request.extend_blocks(item)
         self.store.copy_blocks(plan.block_copies)
-        inputs = BatchInputs.build(plan.scheduled, requests, self.store.layout, self.device)
-        hidden = self.model.forward(inputs, self.store, self.attention)
-        prompt_logprobs = {
-            request.request_id: self._score_prompt(item, request, hidden[start : start + item.num_scheduled_tokens])
-            for item, request, start in zip(plan.scheduled, requests, inputs.query_start_loc, strict=False)
-            if request.score_prompt
-        }
-        sampled = self._sample(plan.scheduled, requests, hidden, inputs.query_start_loc)
-        return StepResult(
-            results={
-                request.request_id: RequestResult(
-                    token_ids=made.token_ids if made else [],
-                    logprobs=made.logprobs if made else [],
-                    prompt_logprobs=prompt_logprobs.get(request.request_id, []),
-                    forks=made.forks if made else [],
-                )
-                for request, made in zip(requests, sampled, strict=True)
-            }
-        )
+        return StepResult(results=self._compute(plan.scheduled))
 
-    def _sample(
-        self,
-        items: Sequence[ScheduledRequest],
-        requests: Sequence[RunnerRequest],
-        hidden: torch.Tensor,
-        query_start_loc: list[int],
-    ) -> list[RequestResult | None]:
-        rows = [index for index, item in enumerate(items) if item.samples]
-        results: list[RequestResult | None] = [None] * len(items)
-        if not rows:
-            return results
-        last = torch.tensor([query_start_loc[index + 1] - 1 for index in rows], device=self.device)
-        logits = self.model.logits(hidden[last])
-        samples = [requests[index].sampled_as() for index in rows]
-        counts = torch.tensor([len(group) for group in samples], device=self.device)
-        made = iter(
-            self.sampler(logits.repeat_interleave(counts, dim=0), [request for group in samples for request in group])
-        )
-        for index, group in zip(rows, samples, strict=True):
-            own, *forks = itertools.islice(made, len(group))
-            requests[index].token_ids.extend(own.token_ids)
-            requests[index].forks = []
-            results[index] = msgspec.structs.replace(own, forks=forks)
+    def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
+        """Results of some of a step's items, each ending at worst in an error of its own.
+
+        A forward that raises is tried again by halves until its culprit is alone. That changes nothing for the others:
+        K and V depend on a request's own tokens and go to its own slots, where the second time writes the same.
+        """
+        requests = [self._requests[item.request_id] for item in items]
+        try:
+            hidden, query_start_loc, sampled = self._forward(items, requests)
+        except Exception as error:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # raises where the device itself is lost: then nothing can go on
+            if len(items) == 1:
+                return {items[0].request_id: RequestResult(error=describe(error))}
+            failed = True
+        else:
+            failed = False
+        if failed:  # out of the handler, whose traceback would keep the failed forward's tensors
+            middle = len(items) // 2
+            return self._compute(items[:middle]) | self._compute(items[middle:])
+        results = {}
+        for index, (item, request, made) in enumerate(zip(items, requests, sampled, strict=True)):
+            chunk = hidden[query_start_loc[index] : query_start_loc[index + 1]]
+            results[request.request_id] = self._result(item, request, chunk, made)
         return results
 
-    def _score_prompt(self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor):
+    def _forward(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest]
+    ) -> tuple[torch.Tensor, list[int], list[list[RequestResult]]]:
+        """(hidden states [num_tokens, hidden_size], where each item's begin, the samples of each item).
+
+        The samples of an item are its own and its forks' where its last token is scheduled, else none."""
+        inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
+        hidden = self.model.forward(inputs, self.store, self.attention)
+        ends = [inputs.query_start_loc[index + 1] - 1 for index, item in enumerate(items) if item.samples]
+        if not ends:
+            return hidden, inputs.query_start_loc, [[] for _ in items]
+        groups = [request.sampled_as() if item.samples else [] for item, request in zip(items, requests, strict=True)]
+        logits = self.model.logits(hidden[torch.tensor(ends, device=self.device)])
+        counts = torch.tensor([len(group) for group in groups if group], device=self.device)
+        rows = [request for group in groups for request in group]
+        made = iter(self.sampler(logits.repeat_interleave(counts, dim=0), rows))
+        return hidden, inputs.query_start_loc, [list(itertools.islice(made, len(group))) for group in groups]
+
+    def _result(
+        self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor, sampled: list[RequestResult]
+    ) -> RequestResult:
+        """What an item brings. An error of one of several sequences of a prompt is an error of all."""
+        error = next((one.error for one in sampled if one.error is not None), None)
+        prompt_logprobs: list[TokenLogprobs] = []
+        if request.score_prompt and error is None:
+            try:
+                prompt_logprobs = self._score_prompt(item, request, hidden)
+            except Exception as raised:
+                error = describe(raised)
+        if error is not None:
+            return RequestResult(error=error)
+        if not sampled:
+            return RequestResult(prompt_logprobs=prompt_logprobs)
+        own, *forks = sampled
+        request.token_ids.extend(own.token_ids)
+        request.forks = []
+        return msgspec.structs.replace(own, prompt_logprobs=prompt_logprobs, forks=forks)
+
+    def _score_prompt(
+        self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor
+    ) -> list[TokenLogprobs]:
         """Log probabilities of the prompt tokens that this chunk predicts: position p is predicted at p - 1."""
         params, start = request.params, item.num_computed_tokens
         first = max(params.prompt_logprobs_start - 1, start)

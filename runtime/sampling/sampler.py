@@ -1,10 +1,12 @@
 """Sampler: rows of logits -> one token each."""
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
 
 from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.faults import isolated
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.processors import PROCESSORS
@@ -13,60 +15,84 @@ from llmq.runtime.scheduler_output import RequestResult
 # top_p and min_p look at this many candidates first; a row whose mass lies wider is sorted whole.
 NUM_CANDIDATES = 1024
 
+_NO_TOKEN = "no token is left to choose from: what the request asks for rules out all of them"
+_NOT_FINITE = "the model's logits are not finite: its activations overflowed on this text"
+
 
 class Sampler:
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[RequestResult]:
-        """Choose a token for each row of float32 logits [num_rows, vocab_size]. Rows do not influence each other."""
+        """Choose a token for each row of float32 logits [num_rows, vocab_size]. Rows do not influence each other: what
+        fails for one becomes its `error`."""
+        errors: dict[int, str] = {}
         scored = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         log_probs = {row: torch.log_softmax(logits[row], dim=-1) for row in scored}
         for row, request in enumerate(requests):
-            for process in PROCESSORS:
-                process(logits[row], request.params, request.token_ids, request.num_prompt_tokens, self.eos_token_ids)
-        token_ids = torch.argmax(logits, dim=-1).tolist()
-        random = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+            with isolated(errors, row):
+                for process in PROCESSORS:
+                    process(
+                        logits[row], request.params, request.token_ids, request.num_prompt_tokens, self.eos_token_ids
+                    )
+        highest, likeliest = logits.max(dim=-1)
+        token_ids = likeliest.tolist()
+        for row, value in enumerate(highest.tolist()):
+            if not math.isfinite(value):
+                errors.setdefault(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
+        random = [row for row, request in enumerate(requests) if request.params.temperature > 0 and row not in errors]
         if random:
-            sampled = sample(logits[random], [requests[row] for row in random])
-            for row, token_id in zip(random, sampled, strict=True):
-                token_ids[row] = token_id
-        results = []
-        for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            logprobs = []
-            if row in log_probs:
-                logprobs = token_logprobs(log_probs[row][None], [token_id], request.params.logprobs)
-            results.append(RequestResult(token_ids=[token_id], logprobs=logprobs))
-        return results
+            probs = probabilities(logits[random], [requests[row] for row in random])
+            for index, row in enumerate(random):
+                with isolated(errors, row):
+                    token_ids[row] = draw(probs[index], requests[row])
+        return [
+            self._result(token_ids[row], request, log_probs.get(row), errors.get(row))
+            for row, request in enumerate(requests)
+        ]
+
+    def _result(
+        self, token_id: int, request: RunnerRequest, log_probs: torch.Tensor | None, error: str | None
+    ) -> RequestResult:
+        if error is not None:
+            return RequestResult(error=error)
+        logprobs = []
+        if log_probs is not None:
+            logprobs = token_logprobs(log_probs[None], [token_id], request.params.logprobs)
+        return RequestResult(token_ids=[token_id], logprobs=logprobs)
 
 
 def sample(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
-    """Draw from each row's distribution after temperature, top-k, top-p and min-p.
+    """Draw from each row's distribution after temperature, top-k, top-p and min-p."""
+    return [draw(probs, request) for probs, request in zip(probabilities(logits, requests), requests, strict=True)]
+
+
+def probabilities(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
+    """Each row's distribution at its own temperature, float32 [num_rows, vocab_size]."""
+    temperatures = torch.tensor([request.params.temperature for request in requests], device=logits.device)
+    return torch.softmax(logits / temperatures[:, None], dim=-1, dtype=torch.float32)
+
+
+def draw(probs: torch.Tensor, request: RunnerRequest) -> int:
+    """One token of a row [vocab_size], after top-k, top-p and min-p.
 
     The token with the largest p / e is drawn, e ~ Exp(1) for each token (the Gumbel-max trick): exact, and unlike the
     inversion of a cumulative sum, whose every border can fall between two roundings, it changes with the last bits of
     the logits only where two tokens tie. The noise is keyed by (seed, position, token), so that a seeded request draws
     the same token alone and in a batch, before and after a preemption.
     """
-    temperatures = torch.tensor([request.params.temperature for request in requests], device=logits.device)
-    probs = torch.softmax(logits / temperatures[:, None], dim=-1, dtype=torch.float32)
-    chosen = []
-    width = min(probs.shape[1], max(NUM_CANDIDATES, *(request.params.top_k for request in requests)))
-    for row, request in zip(probs, requests, strict=True):
-        params = request.params
-        if not _truncates(request):
-            candidates, ids = row, torch.arange(len(row), device=row.device)
-        else:
-            head, ids = torch.topk(row, width)
-            candidates = truncate(head, params.top_k, params.top_p, params.min_p)
-            if candidates is None:
-                ordered, ids = torch.sort(row, descending=True, stable=True)
-                candidates = truncate(ordered, params.top_k, params.top_p, params.min_p)
-            ids = ids[: len(candidates)]
-        noise = exponentials(params.seed, len(request.token_ids), ids.cpu().numpy())
-        best = torch.argmax(candidates.double() / torch.from_numpy(noise).to(candidates.device))
-        chosen.append(int(ids[best]))
-    return chosen
+    params = request.params
+    if not _truncates(request):
+        candidates, ids = probs, torch.arange(len(probs), device=probs.device)
+    else:
+        head, ids = torch.topk(probs, min(len(probs), max(NUM_CANDIDATES, params.top_k)))
+        candidates = truncate(head, params.top_k, params.top_p, params.min_p)
+        if candidates is None:
+            ordered, ids = torch.sort(probs, descending=True, stable=True)
+            candidates = truncate(ordered, params.top_k, params.top_p, params.min_p)
+        ids = ids[: len(candidates)]
+    noise = exponentials(params.seed, len(request.token_ids), ids.cpu().numpy())
+    return int(ids[torch.argmax(candidates.double() / torch.from_numpy(noise).to(candidates.device))])
 
 
 def truncate(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
