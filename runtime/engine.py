@@ -174,6 +174,7 @@ def _fingerprint(checkpoint: Checkpoint, loader: ModelLoader, runner: ModelRunne
         "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
         "linear_kernels": ", ".join(sorted(runner.model.kernels)),
         "attention_kernel": runner.attention.name,
+        "rope": ", ".join(sorted(runner.model.rotations)),
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
         "head": f"{dtypes.dtype}{', tied' if tied else ''}",

@@ -68,6 +68,9 @@ class RotaryEmbedding:
 
     def __init__(self, parameters: RopeParameters, max_positions: int, device: torch.device) -> None:
         dim = parameters.rotary_dim
+        self.name = parameters.rope_type
+        if parameters.rope_type == "longrope":
+            self.name += f", {_longrope_factors(parameters, max_positions).replace('_', ' ')}s"
         exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         frequencies, attention_factor = _INVERSE_FREQUENCIES[parameters.rope_type](
             1.0 / parameters.theta**exponent, parameters, max_positions
@@ -137,12 +140,16 @@ def _longrope(frequencies: Tensor, parameters: RopeParameters, max_positions: in
     """
     values = parameters.values
     original = values["original_max_position_embeddings"]
-    factors = values["long_factor" if max_positions > original else "short_factor"]
+    factors = values[_longrope_factors(parameters, max_positions)]
     stretch = values.get("factor") or values["max_position_embeddings"] / original
     attention_factor = values.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     return frequencies / torch.tensor(factors, dtype=torch.float32), attention_factor
+
+
+def _longrope_factors(parameters: RopeParameters, max_positions: int) -> str:
+    return "long_factor" if max_positions > parameters.values["original_max_position_embeddings"] else "short_factor"
 
 
 _INVERSE_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

@@ -84,6 +84,10 @@ class Decoder:
         """Names of what multiplies the linears of the layers."""
         return frozenset(linear.kernel for block in self.blocks for linear in block.part.linears)
 
+    @property
+    def rotations(self) -> frozenset[str]:
+        return frozenset(rope.name for rope in self.ropes)
+
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""
         step = Step.of(inputs, store, attention, self.ropes)

@@ -19,6 +19,7 @@ class Model(Protocol):
 
     num_bytes: int  # of all weights in memory
     kernels: frozenset[str]  # what multiplies the linears of the layers
+    rotations: frozenset[str]  # the kinds of its rotary embeddings
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""

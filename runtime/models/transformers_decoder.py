@@ -60,7 +60,7 @@ class _Passthrough(nn.Module):
 class TransformersDecoder:
     """The interface of our Decoder over a causal language model of transformers."""
 
-    kernels = frozenset({"transformers"})
+    kernels = rotations = frozenset({"transformers"})
 
     def __init__(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}  # a tied one once

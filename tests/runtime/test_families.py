@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from engine_driver import Reference, greedy, run_all
+from engine_driver import Reference, force_preemption, greedy, run_all
 from safetensors.torch import load_file, save_file
 from tiny_model import save_tiny_model
 from transformers_oracle import check_against_transformers
@@ -153,6 +154,35 @@ def test_long_factors_hold_where_longer_texts_than_the_original_context_are_serv
     engine.observe_logits(lambda name, at, rows: seen.append(rows.clone()))
     run_all(engine, [prompt], greedy(0, prompt_logprobs=0))
     torch.testing.assert_close(torch.cat(seen), expected[:-1], rtol=1e-4, atol=1e-4)
+    assert engine.info.fingerprint["rope"] == "longrope, long factors"
+    assert make_engine(tmp_path, max_model_len=64).info.fingerprint["rope"] == "longrope, short factors"
+
+
+def test_preemption_and_forks_change_no_token_where_windows_alternate(tmp_path, make_engine):
+    save_tiny_model(tmp_path, "gemma3_text", head_dim=16, sliding_window=24, sliding_window_pattern=2)
+    prompts = [[(7 * position + start) % 500 + 3 for position in range(50)] for start in range(10)]
+    expected = [made.token_ids for made in run_all(make_engine(tmp_path), prompts, greedy(60))]
+    roomy = make_engine(tmp_path)
+    block_bytes = roomy.info.kv_cache_bytes // roomy.info.num_blocks
+    tight = make_engine(tmp_path, kv_cache_memory_bytes=34 * block_bytes, max_model_len=128, max_num_batched_tokens=64)
+    force_preemption(tight)
+    assert [made.token_ids for made in run_all(tight, prompts, greedy(60))] == expected
+    assert tight.stats().num_preemptions > 0
+
+    seeded = [greedy(40, seed=seed) for seed in range(3)]
+    seeded = [msgspec.structs.replace(params, temperature=1.0) for params in seeded]
+    alone = [run_all(make_engine(tmp_path), prompts[:1], params)[0].token_ids for params in seeded]
+    forked = make_engine(tmp_path)
+    forked.add_request(
+        EngineRequest(
+            request_id="0", prompt_token_ids=prompts[0], sampling_params=seeded[0], forks=[("1", 1), ("2", 2)]
+        )
+    )
+    made: dict[str, list[int]] = {}
+    while forked.has_unfinished_requests:
+        for output in forked.step():
+            made.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert [made[name] for name in "012"] == alone
 
 
 def test_window_layers_give_back_blocks_beside_layers_that_keep_them(tmp_path, make_engine):
