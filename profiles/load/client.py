@@ -31,6 +31,7 @@ class LoadClient:
     """Streams completions and times them by the running event loop's clock.
 
     Tokens are counted by the server (`usage`), never by events: an event may bring several tokens, or a token no text.
+    With `max_connections` a request beyond them waits for one to be free, and that is in its latency.
     `async with LoadClient(url) as client: record = await client.request("/v1/completions", body)`.
     """
 
@@ -40,13 +41,14 @@ class LoadClient:
         *,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        max_connections: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             transport=transport,
             trust_env=False,
         )

@@ -1,0 +1,91 @@
+"""Each script on so little that it takes a second (always), and as it is meant (`-m bench -s`)."""
+
+import json
+
+import bench_contention
+import bench_paging
+import bench_prefix_cache
+import bench_scheduler
+import bench_soak
+import bench_static_batching
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def traces(shared, monkeypatch):
+    monkeypatch.setenv("LLMQ_SHARED", str(shared))
+
+
+def test_paging_wastes_less_than_reserving():
+    found = bench_paging.main(["--requests", "120", "--capacity-tokens", "32768"])["ways"]
+    assert found["paged"]["waste"] < 0.04
+    assert found["reserve the maximum"]["waste"] > 0.6
+    assert found["paged"]["concurrent"] > 2 * found["reserve the maximum"]["concurrent"]
+
+
+def test_an_unbounded_pool_finds_all_that_can_be_found():
+    found = bench_prefix_cache.main(["--requests", "150"])
+    for trace in found.values():
+        assert trace["pools"]["1.0"]["ours"] == pytest.approx(trace["bound"])
+        assert trace["pools"]["1.0"]["lru_by_request"] == pytest.approx(trace["bound"])
+        assert trace["pools"]["0.01"]["ours"] < trace["bound"]
+
+
+def test_lru_by_request_evicts_whole_requests():
+    chains = [(1, 2, 3), (4, 5), (1, 2, 3), (6,), (4, 5)]
+    assert bench_prefix_cache.lru_by_request(chains, 5) == 3 / 11  # room for (6,) is made of (4, 5)
+    assert bench_prefix_cache.never_evicting(chains) == 5 / 11
+
+
+def test_continuous_batching_beats_static():
+    found = bench_static_batching.main(["--requests", "60", "--batch-sizes", "8,16", "--budgets", "128,512"])
+    found = found["simulated"]
+    for factor, best in found["continuous"].items():
+        assert best["tpot_p99_s"] <= int(factor) * found["static"]["tpot_p99_s"]
+    assert found["continuous"]["4"]["ratio"] > 1
+
+
+def test_the_scheduler_is_timed_in_both_cases(capsys):
+    bench_scheduler.main(["--running", "8", "--steps", "5", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert all(case["median_s"] <= case["p99_s"] for case in found.values())
+    assert len(found) == 2
+
+
+def test_contention_is_measured_step_by_step(tiny_llama):
+    model = tiny_llama()
+    options = ["--streams", "2", "--stream-tokens", "8", "--alone-steps", "3", "--prompt-tokens", "100"]
+    found = bench_contention.main(["--model", str(model), *options, "--max-num-batched-tokens", "32", "--threads", "1"])
+    assert found["alone"]["steps"] == 3
+    assert found["chunk"]["steps"] == 4
+    assert found["during"]["steps"] == 4  # 30 tokens a step are left to the prompt beside the two streams
+
+
+def test_a_short_soak_answers_all_and_leaks_nothing(tiny_llama):
+    model = tiny_llama(max_position_embeddings=1024)
+    options = ["--duration-s", "2", "--rate", "80", "--leaving", "0.2", "--malformed", "0.2", "--length-scale", "0.03"]
+    found = bench_soak.main(["--model", str(model), "--threads", "1", "--connections", "20", *options])
+    assert found["errors"] == {}
+    assert found["answered"] > 10
+    assert found["left"] > 0
+    assert found["malformed"] > 0
+    assert found["malformed_not_refused"] == 0
+    assert found["leaked_blocks"] == 0
+    assert found["rss_end_bytes"] > 50 * 2**20
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(
+    "main",
+    [
+        bench_paging.main,
+        bench_prefix_cache.main,
+        bench_scheduler.main,
+        lambda _: bench_static_batching.main(["--model", "smollm2-135m"]),
+        bench_contention.main,
+        bench_soak.main,
+    ],
+    ids=["paging", "prefix cache", "scheduler", "static batching", "contention", "soak"],
+)
+def test_measure(main):
+    main([])
