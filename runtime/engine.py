@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes
 from llmq.runtime.executor import Executor, InProcessExecutor
+from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import KVStore
@@ -25,6 +27,7 @@ from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
@@ -150,7 +153,8 @@ def _build(config: EngineConfig) -> Engine:
     policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
-    runner = ModelRunner(model, store, SdpaAttention(), Sampler(eos), device)
+    grammar_mask = GrammarMask(partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos))
+    runner = ModelRunner(model, store, SdpaAttention(), Sampler(eos, grammar_mask), device)
     info = EngineInfo(
         model=config.model,
         vocab_size=architecture.vocab_size,

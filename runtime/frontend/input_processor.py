@@ -114,6 +114,9 @@ class InputProcessor:
             raise InvalidRequestError(f"{param} must be at least {lowest}, got {max_tokens}", param=param)
         max_tokens = self._output_tokens(num_prompt_tokens, max_tokens, default_max_tokens, (param, prompt_param))
         self._check_tokens(fields, max_tokens)
+        for name in ("ignore_eos", "min_tokens"):
+            if fields.get("grammar") is not None and fields.get(name):
+                raise InvalidRequestError(f"{name}: not with a structured output, which decides its end", param=name)
         ignore_eos = fields.get("ignore_eos", False)
         stop_token_ids = frozenset(fields.pop("stop_token_ids", ())) | (frozenset() if ignore_eos else self._more_eos)
         if fields.get("temperature", 1) < LOWEST_TEMPERATURE:

@@ -7,6 +7,7 @@ import torch
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.faults import isolated
+from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.processors import PROCESSORS
@@ -20,8 +21,9 @@ _NOT_FINITE = "the model's logits are not finite: its activations overflowed on 
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, eos_token_ids: Collection[int], grammar_mask: GrammarMask | None = None) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._grammar_mask = grammar_mask
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[RequestResult]:
         """Choose a token for each row of float32 logits [num_rows, vocab_size]. Rows do not influence each other: what
@@ -35,6 +37,8 @@ class Sampler:
                     process(
                         logits[row], request.params, request.token_ids, request.num_prompt_tokens, self.eos_token_ids
                     )
+                if request.params.grammar is not None:
+                    self._grammar_mask(logits[row], request)
         highest, likeliest = logits.max(dim=-1)
         token_ids = likeliest.tolist()
         for row, value in enumerate(highest.tolist()):

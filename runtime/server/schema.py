@@ -11,7 +11,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -39,6 +38,34 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchemaFormat(_Strict):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The schema is followed either way.")
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: json_schema goes with type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's field of this name: exactly one of these."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json", description="A JSON Schema.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="Lark or GBNF.")
+
+
 class GenerationRequest(_Strict):
     """What both kinds of request share. None: not given. Ranges are checked against the model by InputProcessor."""
 
@@ -60,6 +87,8 @@ class GenerationRequest(_Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, description="Lower runs first; 0 where not given. -2147483648 to 2147483647.")
     user: str | None = Field(None, description="Accepted and not used.")
 
@@ -86,6 +115,8 @@ class GenerationRequest(_Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: give response_format or structured_outputs, not both")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream true")
         for token_id in self.logit_bias or ():

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from llmq.runtime.frontend.errors import InvalidRequestError
+from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.input_processor import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCES,
     InputProcessor,
     check_range,
 )
+from llmq.runtime.frontend.structured import grammar_of_response_format, grammar_of_structured_outputs
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
 from llmq.runtime.server.answers import Answer, AnswerHead, ChatAnswer, TextAnswer
@@ -68,6 +70,7 @@ class Service:
         self.draining = False
         self._running: set[Generation] = set()
         self._input = InputProcessor(tokenizer, info)
+        self._grammars = GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
         self._request_timeout_s = request_timeout_s
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
 
@@ -82,6 +85,7 @@ class Service:
         try:
             check_range("logprobs", logprobs)
             token_ids = await self._tokenize(self._input.completion_prompts, request.prompt)
+            grammar = await self._grammar(request)
             prompts = [
                 Prompt(
                     ids,
@@ -91,6 +95,7 @@ class Service:
                         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
                         logprobs=logprobs,
                         prompt_logprobs=prompt_logprobs if echo else None,
+                        grammar=grammar,
                         **request.sampling_fields(),
                     ),
                 )
@@ -115,6 +120,7 @@ class Service:
                 param="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
                 prompt_param="messages",
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                grammar=await self._grammar(request),
                 **request.sampling_fields(),
             )
             generation = self._generation("chatcmpl", [Prompt(ids, params)], request, caller)
@@ -192,6 +198,20 @@ class Service:
                 code="queue_full",
                 headers={"retry-after": "1"},
             )
+
+    async def _grammar(self, request: GenerationRequest) -> str | None:
+        """What the output must follow, known to be something that the engine can follow."""
+        if request.structured_outputs is not None:
+            param, asked = "structured_outputs", request.structured_outputs.model_dump(by_alias=True)
+            grammar = grammar_of_structured_outputs(asked)
+        elif request.response_format is not None:
+            param, asked = "response_format", request.response_format.model_dump(by_alias=True)
+            grammar = grammar_of_response_format(asked)
+        else:
+            return None
+        if grammar is not None:
+            await asyncio.to_thread(self._grammars.check, grammar, param)
+        return grammar
 
     async def _tokenize(self, encode: Callable[[Any], T], source: Any) -> T:
         return await asyncio.to_thread(encode, source) if _num_characters(source) > _LONG_TEXT else encode(source)

@@ -18,6 +18,10 @@ HALF_A_PAIR = b'{"model": "tiny", "prompt": "a", "\\ud800": 1}'
 HI = [{"role": "user", "content": "Hi"}]
 
 
+def schema_format(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
@@ -213,7 +217,29 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": {"type": "yaml"}}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": schema_format({"type": "objct"})}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": schema_format({"not": {"type": "null"}})}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": schema_format({"$ref": "http://a.b/c"})}, "response_format"),
+        (TEXT, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a("}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+        (
+            TEXT,
+            {"prompt": "a", "structured_outputs": {"json": {"minLength": 3, "maxLength": 2, "type": "string"}}},
+            "structured_outputs",
+        ),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a"}, "min_tokens": 2, "max_tokens": 5}, "min_tokens"),
+        (
+            TEXT,
+            {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            "structured_outputs",
+        ),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
