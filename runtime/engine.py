@@ -29,6 +29,7 @@ from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.sampler import Sampler
+from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
 
@@ -69,7 +70,9 @@ class Engine:
             # Drawn once, here: sampling is then a function of (seed, position), also after a preemption.
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling_params=params)
-        if request.forks:
+        if request.beams is not None:
+            request = msgspec.structs.replace(request, sampling_params=_beam_params(request))
+        elif request.forks:
             forks = [(name, self._seeds.getrandbits(63) if seed is None else seed) for name, seed in request.forks]
             request = msgspec.structs.replace(request, forks=forks)
         self.scheduler.add_request(request)
@@ -128,6 +131,23 @@ class Engine:
         self._prompt_tokens += sum(
             item.num_scheduled_tokens - (item.samples and item.num_scheduled_tokens == 1) for item in plan.scheduled
         )
+
+
+def _beam_params(request: EngineRequest) -> SamplingParams:
+    """What each beam asks of a step: its likeliest tokens. Raises ValueError for what a search cannot honour."""
+    params, width = request.sampling_params, request.beams.width
+    if 1 + len(request.forks) > width:
+        raise ValueError(f"{1 + len(request.forks)} hypotheses are asked of {width} beams")
+    kept = ("max_tokens", "stop_token_ids", "ignore_eos", "seed")
+    plain = SamplingParams(**{name: getattr(params, name) for name in kept})
+    changed = [
+        name
+        for name in params.__struct_fields__
+        if name not in ("temperature", "logprobs") and getattr(params, name) != getattr(plain, name)
+    ]
+    if changed:
+        raise ValueError(f"beam search does not go with {', '.join(changed)}")
+    return msgspec.structs.replace(plain, temperature=0.0, logprobs=2 * width)
 
 
 def _build(config: EngineConfig) -> Engine:

@@ -59,6 +59,8 @@ class ModelRunner:
         A forward that raises is tried again by halves until its culprit is alone. That changes nothing for the others:
         K and V depend on a request's own tokens and go to its own slots, where the second time writes the same.
         """
+        if not items:
+            return {}
         requests = [self._requests[item.request_id] for item in items]
         try:
             hidden, query_start_loc, sampled = self._forward(items, requests)

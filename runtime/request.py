@@ -1,12 +1,23 @@
 """What crosses the engine's border: requests in, outputs out. Plain data, no torch."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from llmq.runtime.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from llmq.runtime.beam_search import BeamSearch
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Beam search instead of sampling: `width` beams are extended at every step, and a hypothesis of n tokens scores
+    its log probability / n ** length_penalty."""
+
+    width: int
+    length_penalty: float = 1.0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     # More continuations of the same prompt, (request_id, seed) each: the prompt is computed once, its blocks are shared
     # until the texts part, and from the first token on each is a request of its own.
     forks: list[tuple[str, int | None]] = []
+    # With beams the request and its forks name the best hypotheses, best first, each sent whole at the end.
+    beams: BeamParams | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +57,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, where finish_reason is "stop"
+    cumulative_logprob: float | None = None  # of a hypothesis of a beam search
     error: str | None = None
 
 
@@ -98,6 +112,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs_pending = request.sampling_params.prompt_logprobs is not None
         self.block_digests: list[list[bytes]] = []  # KVCacheManager's: per group, the chain over full blocks
+        self.search: BeamSearch | None = None  # the beam search that decides its next token
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +121,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """A beam that has said what follows it, and waits until its siblings have."""
+        return self.search is not None and self.search.has_report(self.request_id)
 
     @property
     def max_remaining_tokens(self) -> int:
@@ -138,6 +158,7 @@ class Request:
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
+        child.search = self.search
         child.block_digests = [list(digests) for digests in self.block_digests]
         return child
 

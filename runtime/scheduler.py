@@ -4,11 +4,12 @@ import bisect
 from collections.abc import Iterable
 
 from llmq.runtime.admission import LengthHistory, peak_blocks
+from llmq.runtime.beam_search import BeamSearch
 from llmq.runtime.fair_queue import FairQueue
 from llmq.runtime.kv_manager import KVCacheManager, PrefixHit
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineRequest, FinishReason, Request, RequestOutput
-from llmq.runtime.scheduler_output import NewRequest, ScheduledRequest, SchedulerOutput, StepResult
+from llmq.runtime.scheduler_output import NewRequest, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
 
 
 class Scheduler:
@@ -33,6 +34,8 @@ class Scheduler:
         self.num_preemptions = self.preempted_tokens = self.num_deferrals = 0
         self._requests: dict[str, Request] = {}
         self._parents: dict[str, Request] = {}  # of forks that are still to come
+        self._searches: dict[str, BeamSearch] = {}  # by the name of the request that started it
+        self._num_beams = 0
         self._known_to_runner: dict[str, list[int]] = {}  # request -> blocks sent, by group
         self._forgotten: list[str] = []
         self._step = 0
@@ -40,17 +43,35 @@ class Scheduler:
     def add_request(self, request: EngineRequest) -> None:
         names = [request.request_id, *(name for name, _ in request.forks)]
         for name in names:
-            if name in self._requests or name in self._parents or names.count(name) > 1:
+            if name in self._requests or name in self._parents or name in self._searches or names.count(name) > 1:
                 raise ValueError(f"request id {name!r} is in use")
         state = Request(request)
+        if request.beams is not None:
+            state.search = self._start_search(names, request)
+            state.forks = []
         self._requests[state.request_id] = state
-        self._parents.update({name: state for name, _ in request.forks})
+        self._parents.update({name: state for name, _ in state.forks})
         self.waiting.push(state)
+
+    def _start_search(self, names: list[str], request: EngineRequest) -> BeamSearch:
+        params = request.sampling_params
+        search = BeamSearch(
+            names,
+            request.beams,
+            max_tokens=min(params.max_tokens, self.max_model_len - len(request.prompt_token_ids)),
+            end_token_ids=params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            live={request.request_id: 0.0},
+        )
+        self._searches[request.request_id] = search
+        return search
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, its blocks freed. None when it is not known (it may just have finished)."""
         request = self._requests.get(request_id)
-        if request is not None:
+        if (search := self._searches.pop(request_id, None)) is not None:
+            for name in search.live:
+                self._finish(self._requests[name])
+        elif request is not None:
             self._finish(request)
         elif (parent := self._parents.pop(request_id, None)) is not None:
             parent.forks = [fork for fork in parent.forks if fork[0] != request_id]
@@ -72,6 +93,9 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             request = self.running[position]
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+            if request.is_held:
+                position += 1
+                continue
             while not (fits := self.kv.allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
@@ -87,6 +111,10 @@ class Scheduler:
         # Whoever was just preempted heads the queue: admitting now would take back the blocks that it gave.
         if not preempted:
             self._admit_waiting(budget, scheduled)
+        while self.running and not scheduled:
+            # All that run wait for siblings that have no room (or none of it but their own): they give way.
+            self._preempt(self.running[-1])
+            self._admit_waiting(budget, scheduled)
         for request, num_new in scheduled:
             self.waiting.charge(request.tenant, num_new)
         return self._plan(scheduled)
@@ -96,12 +124,14 @@ class Scheduler:
         if self.running and not self.policy.admit_while_running:
             return
         for request in self.waiting:
-            if budget == 0 or len(self.running) >= self.policy.max_num_seqs:
+            if budget == 0 or len(scheduled) >= self.policy.max_num_seqs:
                 return
+            if request.is_held:
+                continue
             hit = self.kv.get_computed_blocks(request)
-            if hit.continues_soon:
+            if hit.continues_soon and scheduled:
                 continue  # the same prefix is being computed: it waits, and takes it from the cache
-            if not self._has_room(request, hit):
+            if not self._has_room(request, hit, is_alone=not scheduled):
                 return  # nobody overtakes: a large request would wait for ever
             num_new = min(request.num_tokens - hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit):
@@ -111,14 +141,14 @@ class Scheduler:
             scheduled.append((request, num_new))
             budget -= num_new
 
-    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+    def _has_room(self, request: Request, hit: PrefixHit, is_alone: bool) -> bool:
         """Whether `request` fits now, and will together with all that run until they have ended.
 
         Admitting by what fits now alone is what makes a full pool thrash: each preemption throws away what it computed.
         """
         if self.kv.blocks_to_admit(request, hit) > self.kv.pool.num_free_blocks:
             return False
-        if not self.running:
+        if is_alone:
             return True
         together = [*self.running, request]
         peak = peak_blocks(
@@ -139,35 +169,67 @@ class Scheduler:
                 continue  # aborted while the step ran
             made = result.results[item.request_id]
             if made.error is not None:
-                self._finish(request)
-                outputs.append(RequestOutput(request_id=request.request_id, finish_reason="error", error=made.error))
+                names = [request.request_id] if request.search is None else request.search.names
+                self.abort(names[0])
+                outputs += [RequestOutput(request_id=name, finish_reason="error", error=made.error) for name in names]
                 continue
             request.num_computed_tokens = item.num_computed_tokens + item.num_scheduled_tokens
             request.prompt_logprobs.extend(made.prompt_logprobs)
             self.kv.commit(request)
             if request.num_computed_tokens >= request.num_tokens:
-                children = self._fork(request)
-                outputs.append(self._commit_tokens(request, made))
-                outputs += map(self._commit_tokens, children, made.forks)
+                outputs += self._advance(request, made)
         return outputs
 
-    def _fork(self, request: Request) -> list[Request]:
-        """The request's forks as requests of their own, sharing its blocks: running, or waiting where there is no
-        room for more sequences."""
-        children = [request.fork(name, seed) for name, seed in request.forks]
-        request.forks = []
-        for child in children:
-            self._parents.pop(child.request_id)
-            self._requests[child.request_id] = child
-            if len(self.running) < self.policy.max_num_seqs:
-                self.kv.fork(request.request_id, child.request_id)
-                bisect.insort(self.running, child, key=_order)
-            else:
-                child.num_computed_tokens = 0
-                self.waiting.push(child)
-        return children
+    def _advance(self, request: Request, made: RequestResult) -> list[RequestOutput]:
+        """A request has caught up with itself: add the token that was sampled, or let its beam search decide."""
+        if request.search is None:
+            children = [self._fork(request, name, seed) for name, seed in request.forks]
+            request.forks = []
+            for child in children:
+                self._parents.pop(child.request_id)
+            return [self._commit_tokens(request, made), *map(self._commit_tokens, children, made.forks)]
+        search = request.search
+        if not search.report(request.request_id, request.token_ids[request.num_prompt_tokens :], made.logprobs[0].top):
+            return []
+        extensions = search.extend()
+        parents = [self._requests[name] for name in search.live]
+        search.live = {}
+        for extension in extensions:
+            self._num_beams += 1
+            child = self._fork(self._requests[extension.parent_id], f"beam {self._num_beams}", None)
+            child.token_ids.append(extension.token_id)
+            search.live[child.request_id] = extension.logprob
+        for parent in parents:
+            self._finish(parent)
+        return [] if search.live else self._best_hypotheses(search)
 
-    def _commit_tokens(self, request: Request, made) -> RequestOutput:
+    def _best_hypotheses(self, search: BeamSearch) -> list[RequestOutput]:
+        self._searches.pop(search.names[0])
+        return [
+            RequestOutput(
+                request_id=name,
+                new_token_ids=hypothesis.token_ids,
+                cumulative_logprob=hypothesis.logprob,
+                finish_reason=hypothesis.finish_reason,
+                stop_token_id=hypothesis.stop_token_id,
+            )
+            for name, hypothesis in zip(search.names, search.best(), strict=False)
+        ]
+
+    def _fork(self, parent: Request, name: str, seed: int | None) -> Request:
+        """Another request that goes on from what `parent` has computed, sharing its blocks: running, or waiting where
+        there is no room for more sequences (or the parent has lost its blocks)."""
+        child = parent.fork(name, seed)
+        self._requests[name] = child
+        if len(self.running) < self.policy.max_num_seqs and parent in self.running:
+            self.kv.fork(parent.request_id, name)
+            bisect.insort(self.running, child, key=_order)
+        else:
+            child.num_computed_tokens = 0
+            self.waiting.push(child)
+        return child
+
+    def _commit_tokens(self, request: Request, made: RequestResult) -> RequestOutput:
         accepted = 0
         reason: FinishReason | None = "length" if request.sampling_params.max_tokens == 0 else None
         for token_id in made.token_ids:
