@@ -36,6 +36,9 @@ def test_parameters_of_smollm2():
         ("meta-llama--Meta-Llama-3.1-70B", 70_553_706_496),
         ("Qwen--Qwen3-0.6B", 596_049_920),
         ("Qwen--Qwen3-8B", 8_190_735_360),
+        ("Qwen--Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen--Qwen3-235B-A22B", 235_093_634_560),
+        ("mistralai--Mixtral-8x7B-v0.1", 46_702_792_704),
     ],
 )
 def test_parameters_of_published_models(shared, model, parameters):

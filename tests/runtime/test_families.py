@@ -50,7 +50,19 @@ CASES = [
     ("phi3", {}),
     ("phi3", {"sliding_window": 24, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("phi3", {"original_max_position_embeddings": 256, "rope_parameters": LONGROPE}),
-    ("phi3", {"tie_word_embeddings": True}),
+    (
+        "phi3",  # as Phi-4-mini: some of each head rotates, by factors of its own
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                **LONGROPE,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.2, 1.5, 2.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+            },
+        },
+    ),
     ("olmo2", {}),
     ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
     ("smollm3", {"num_hidden_layers": 4}),
