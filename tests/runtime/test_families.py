@@ -156,6 +156,16 @@ def test_what_a_family_does_not_run_is_refused_by_name(tmp_path, make_engine, ch
         make_engine(tmp_path)
 
 
+def test_a_model_of_more_than_text_is_refused_before_its_weights_are_read(tmp_path, make_engine):
+    save_tiny_model(tmp_path, "gemma3_text", head_dim=16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"'gemma3' is of more than text.*\(gemma3_text\) alone"):
+        make_engine(tmp_path)
+
+
 def test_long_factors_hold_where_longer_texts_than_the_original_context_are_served(tmp_path, make_engine):
     """By the longest text served, from the first token on: transformers with the long factors throughout."""
     save_tiny_model(tmp_path, "phi3", original_max_position_embeddings=64, rope_parameters=LONGROPE)
