@@ -64,8 +64,8 @@ class DecoderLoader:
         self.activation = _activation(self._value("activation"))
         if "text_config" in checkpoint.config and "model.embed_tokens.weight" not in self.tensors:
             raise InputError(
-                f"model_type {checkpoint.config.get('model_type')!r} is of more than text, and its checkpoint holds the "
-                f"other parts too: the runtime runs a checkpoint of its text decoder ({self.config['model_type']}) alone"
+                f"model_type {checkpoint.config.get('model_type')!r} is of more than text, and so is its checkpoint: "
+                f"the runtime runs a checkpoint of the text decoder ({self.config['model_type']}) alone"
             )
         if self.config.get("use_bidirectional_attention"):
             raise InputError("config.json: use_bidirectional_attention: this model reads ahead, it does not generate")
