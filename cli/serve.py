@@ -108,7 +108,7 @@ def serve(
             engine=engine,
             host=host,
             port=port,
-            served_model_name=served_model_name or _default_name(model),
+            served_model_name=served_model_name or default_name(model),
             api_keys=api_key or [],
             salt_per_key=salt_per_key,
             request_timeout_s=request_timeout,
@@ -119,7 +119,8 @@ def serve(
     raise typer.Exit(exit_code)
 
 
-def _default_name(model: str) -> str:
+def default_name(model: str) -> str:
+    """What requests call a model that was given as `model`."""
     from pathlib import Path
 
     path = Path(model)

@@ -1,0 +1,171 @@
+"""`llmq batch`: a file of requests through the engine at full batch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmq.cli import console
+from llmq.profiles.errors import InputError
+from llmq.profiles.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.offline.batch_file import BatchFile
+    from llmq.runtime.offline.batch_job import BatchTotals
+    from llmq.runtime.offline.batch_output import BatchOutput
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def batch(
+    file: Annotated[Path, typer.Argument(help="JSON lines: custom_id, method, url, body, as OpenAI's batch API.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results, a line each; begun ones are gone on with.")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder, .gguf file, hub id or alias. Default: the one that all bodies name.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What bodies call the model. Default: the folder's name, or the id as given.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none, together with their custom_id.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")] = "auto",
+    kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
+    max_model_len: Annotated[
+        str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
+    ] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
+) -> None:
+    """Answer a batch: /v1/chat/completions and /v1/completions, bodies as `llmq serve` takes them.
+
+    Each result is on the disk before the next group is begun. After any end, kill -9 too, the same command computes
+    only what is missing; another input or model is refused. Results come in the order in which they are ready.
+
+    Exit code 0: every request was answered; 1: some were refused or failed (their results say why); 2: nothing ran.
+    """
+    from llmq.profiles.checkpoint import find_model
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import parse_dtype
+    from llmq.runtime.offline.batch_file import BatchFile
+    from llmq.runtime.offline.batch_job import BatchTotals
+    from llmq.runtime.offline.batch_output import BatchOutput, model_identity
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device {device}: one of auto, cpu, cuda")
+    requests = BatchFile.index(file)
+    name, served_name = _model_names(requests, model, served_model_name)
+    with console.progress() as progress:
+        folder = find_model(name, progress=progress)
+    config = EngineConfig(
+        model=str(folder),
+        dtype=parse_dtype("--dtype", dtype),
+        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
+        device=device,
+        max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+        threads=threads,
+    )
+    # What decides a result. How many run at once does not.
+    job = {
+        "input": requests.sha256,
+        "model": model_identity(folder),
+        "name of the model": served_name,
+        "seed": seed,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "max_model_len": config.max_model_len,
+    }
+    with BatchOutput(output, job) as results:
+        found = len(results.statuses)
+        totals = BatchTotals()
+        if found < len(requests.lines):
+            totals = _run(requests, results, config, served_name, seed)
+        summary = _summary(requests, results, totals, found)
+    _print(summary, output, as_json=json_output)
+    raise typer.Exit(1 if summary["failed"] else 0)
+
+
+def _model_names(requests: "BatchFile", model: str | None, served_name: str | None) -> tuple[str, str]:
+    """(the model to find, what bodies call it). Raises InputError where that is not clear, or no body names it."""
+    from llmq.cli.serve import default_name
+
+    asked = sorted({line.model for line in requests.lines if line.model is not None})
+    if model is None:
+        if len(asked) != 1:
+            named = ", ".join(asked[:5]) or "none"
+            raise InputError(f"{requests.path}: bodies name these models: {named}. Say which to load with --model")
+        return asked[0], served_name or asked[0]
+    name = served_name or default_name(model)
+    if asked and name not in asked:
+        raise InputError(
+            f"{requests.path}: no body asks for the model {name!r}; they ask for {', '.join(asked[:5])}. "
+            f"With --served-model-name {asked[0]} this model answers to that name"
+        )
+    return model, name
+
+
+def _run(
+    requests: "BatchFile", results: "BatchOutput", config: "EngineConfig", served_name: str, seed: int
+) -> "BatchTotals":
+    from llmq.runtime.engine import Engine
+    from llmq.runtime.frontend.tokenizer import Tokenizer
+    from llmq.runtime.offline.batch_job import BatchJob
+
+    found, total = len(results.statuses), len(requests.lines)
+    missing = f"{total - found} of {total} requests, {found} are there" if found else f"{total} requests"
+    console.status(f"llmq batch: {missing} · {config.model} → {results.path}")
+    engine = Engine.from_config(config)
+    with console.progress() as progress:
+        job = BatchJob(
+            engine,
+            Tokenizer.from_folder(config.model),
+            model_name=served_name,
+            max_num_seqs=config.max_num_seqs,
+            seed=seed,
+            progress=progress,
+        )
+        return job.run(requests, results)
+
+
+def _summary(requests: "BatchFile", results: "BatchOutput", totals: "BatchTotals", found: int) -> dict[str, Any]:
+    failed = sum(status != 200 for status in results.statuses.values())
+    duration_s = totals.duration_s
+    return {
+        "requests": len(requests.lines),
+        "answered": len(results.statuses) - failed,
+        "failed": failed,
+        "found": found,
+        "computed": totals.num_answered + totals.num_failed,
+        "prompt_tokens": totals.prompt_tokens,
+        "cached_tokens": totals.cached_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "duration_s": duration_s,
+        "completion_tokens_per_s": totals.completion_tokens / duration_s if duration_s else None,
+        "output": str(results.path),
+    }
+
+
+def _print(summary: dict[str, Any], output: Path, *, as_json: bool) -> None:
+    if as_json:
+        console.print_json(summary)
+        return
+    parts = [f"{summary['answered']} of {summary['requests']} requests answered"]
+    if summary["failed"]:
+        parts.append(f"{summary['failed']} refused or failed")
+    if summary["found"]:
+        parts.append(f"{summary['found']} were there already")
+    if summary["computed"]:
+        parts.append(
+            f"{summary['prompt_tokens']} prompt tokens ({summary['cached_tokens']} cached), "
+            f"{summary['completion_tokens']} generated in {console.format_duration(summary['duration_s'])}"
+        )
+    if summary["completion_tokens_per_s"]:
+        parts.append(f"{summary['completion_tokens_per_s']:.0f} tokens/s")
+    console.print_text(" · ".join([*parts, str(output)]))
