@@ -19,6 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     memory_utilization: float = 0.9  # of the device, when kv_cache_memory_bytes is None and the device is a GPU
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
     threads: int | None = None
     seed: int = 0  # of requests that bring none
     check_integrity: bool = False  # verify the block pool's invariants after every step

@@ -14,7 +14,9 @@ import torch
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes
+from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.attention.sdpa import SdpaAttention
+from llmq.runtime.attention.tiled import TiledAttention
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes
 from llmq.runtime.executor import Executor, InProcessExecutor
@@ -157,7 +159,9 @@ def _build(config: EngineConfig) -> Engine:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
-    loader = make_loader(checkpoint, TORCH_DTYPES[dtypes.dtype], device)  # refuses what it cannot run, reads no weight
+    loader = make_loader(  # refuses what it cannot run, reads no weight
+        checkpoint, TORCH_DTYPES[dtypes.dtype], device, config.batch_invariant
+    )
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
         spare = available_memory_bytes() - checkpoint.total_bytes
         plan = plan_kv_cache(architecture, config, dtypes, int(spare * CPU_SHARE))
@@ -174,7 +178,10 @@ def _build(config: EngineConfig) -> Engine:
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
     grammar_mask = GrammarMask(partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos))
-    runner = ModelRunner(model, store, SdpaAttention(), Sampler(eos, grammar_mask), device)
+    attention: AttentionBackend = SdpaAttention()
+    if config.batch_invariant:
+        attention = TiledAttention(architecture.num_attention_heads // architecture.num_kv_heads)
+    runner = ModelRunner(model, store, attention, Sampler(eos, grammar_mask), device)
     info = EngineInfo(
         model=config.model,
         vocab_size=architecture.vocab_size,

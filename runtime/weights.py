@@ -12,7 +12,7 @@ from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
-from llmq.runtime.layers.linear import DenseLinear, Linear, Weight, make_linear
+from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
 from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
@@ -52,11 +52,18 @@ class DecoderLoader:
 
     implementation = "llmq"
 
-    def __init__(self, checkpoint: Checkpoint, family: DecoderFamily, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: DecoderFamily,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+    ) -> None:
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
         self.family = family
         self.architecture = checkpoint.architecture
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self.tensors = TensorReader(checkpoint)
         self.quantization = QuantizationConfig.from_config(checkpoint.quantization) if checkpoint.quantization else None
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
@@ -73,7 +80,7 @@ class DecoderLoader:
     def load(self, max_model_len: int) -> Decoder:
         embedding = self._dense("model.embed_tokens.weight")
         if self.architecture.tie_word_embeddings:
-            head: Linear = DenseLinear(embedding, None)  # the same storage: held once
+            head = self._as_run(DenseLinear(embedding, None))  # the same storage: held once
         else:
             head = self._linear("lm_head")
         ropes = self._ropes(max_model_len)
@@ -183,7 +190,10 @@ class DecoderLoader:
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
         biases = [self._dense(f"{name}.bias") if has_bias else None for name in names]
-        return make_linear(weights, biases, self.dtype)
+        return self._as_run(make_linear(weights, biases, self.dtype))
+
+    def _as_run(self, linear: Linear) -> Linear:
+        return FixedRowsLinear(linear) if self.batch_invariant else linear
 
     def _weight(self, name: str) -> Weight:
         scheme = self.quantization.scheme_for(name) if self.quantization else None

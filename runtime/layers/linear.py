@@ -148,7 +148,24 @@ class SplitLinear:
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 
-Linear = DenseLinear | WeightOnlyLinear | QuantizedActivationLinear | SplitLinear
+class FixedRowsLinear:
+    """Another linear, always called with ROWS rows: libraries pick their order of summation by the number of rows."""
+
+    ROWS = 32
+
+    def __init__(self, inner: "Linear") -> None:
+        self.inner = inner
+        self.weight = getattr(inner, "weight", None)
+        self.num_bytes = inner.num_bytes
+        self.kernel = f"{inner.kernel}, {self.ROWS} rows at a time"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -num_rows % self.ROWS))
+        return torch.cat([self.inner(rows) for rows in padded.split(self.ROWS)])[:num_rows]
+
+
+Linear = FixedRowsLinear | DenseLinear | WeightOnlyLinear | QuantizedActivationLinear | SplitLinear
 
 
 def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Linear:

@@ -39,11 +39,18 @@ class ModelLoader(Protocol):
     def kv_scales(self) -> dict[int, tuple[float, float]]: ...
 
 
-def make_loader(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ModelLoader:
+def make_loader(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+) -> ModelLoader:
     """The loader of a checkpoint. Raises InputError, before any weight is read, for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
-        return DecoderLoader(checkpoint, family, dtype, device)
+        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant)
+    if batch_invariant:
+        raise InputError(
+            f"--batch-invariant: model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, "
+            f"whose products llmq does not tile (it does for {', '.join(FAMILIES)})"
+        )
     if find_spec("transformers") is None:
         raise InputError(
             f"model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, which is not installed "
