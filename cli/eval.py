@@ -39,6 +39,7 @@ def evaluate(
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, int8, fp8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the JSON object here.")] = None,
 ) -> None:
@@ -47,7 +48,7 @@ def evaluate(
     Without --ppl, --tasks and --data: perplexity of a built-in English text that no calibration of llmq uses.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    numerics = _numerics(dtype, kv_dtype, device, threads)
+    numerics = _numerics(dtype, kv_dtype, device, threads, batch_invariant)
     wants_tasks, wants_text = bool(tasks or data), bool(ppl or baseline or not (tasks or data))
     if not wants_tasks and (num_fewshot is not None or apply_chat_template):
         raise InputError("--num-fewshot and --apply-chat-template are about tasks: give --tasks or --data with them")
@@ -151,13 +152,15 @@ def _both(key: str, candidate: Any, baseline: Any) -> list[str]:
     return [f"{getattr(measured, key):.4f}" for measured in (baseline, candidate) if measured is not None]
 
 
-def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None) -> "Numerics":
+def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None, batch_invariant: bool) -> "Numerics":
     from llmq.evals.numerics import Numerics
     from llmq.runtime.dtypes import parse_dtype
 
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
-    return Numerics(parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, threads)
+    return Numerics(
+        parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, threads, batch_invariant
+    )
 
 
 def _read_text(source: str) -> str:

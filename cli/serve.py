@@ -36,6 +36,9 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
+    ] = False,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV-cache of prompts that begin alike.")] = True,
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call it. Default: the folder's name, or the id as given.")
@@ -99,6 +102,7 @@ def serve(
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
+        batch_invariant=batch_invariant,
         threads=threads,
     )
     _check_memory(path, engine)

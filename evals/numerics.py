@@ -11,3 +11,4 @@ class Numerics:
     kv_dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    batch_invariant: bool = False
