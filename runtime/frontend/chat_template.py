@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -53,19 +54,25 @@ class ChatTemplate:
         """`special_tokens` are the variables `bos_token`, `eos_token` … that templates use."""
         self.source = source
         self._special_tokens = special_tokens
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
-    def render(self, messages: list[Message], *, add_generation_prompt: bool = True) -> str:
-        """Raises InvalidRequestError with the template's own words when it refuses the conversation."""
+    def render(
+        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """`tools` as the OpenAI API has them.
+
+        Raises InvalidRequestError with the template's own words when it refuses the conversation."""
         try:
             return self._template.render(
                 **self._special_tokens,
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )

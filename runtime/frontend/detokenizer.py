@@ -13,9 +13,12 @@ class IncrementalDetokenizer:
     certain. A character still unfinished at the end of a generation is dropped: it was cut, and half of it is no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """`shown` are special tokens that are text all the same."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:

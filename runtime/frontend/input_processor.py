@@ -3,6 +3,7 @@
 Every refusal happens here, before the engine hears of the request, and names the field, the value and the range.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
 from llmq.runtime.sampling_params import SamplingParams
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEQUENCES = 1024  # prompts × n of one call
@@ -57,6 +58,7 @@ class InputProcessor:
         self.max_model_len = info.max_model_len
         self.vocab_size = info.vocab_size
         # The engine stops at the ids that it read itself; what only the tokenizer knows is sent along.
+        self._knows_tools = tokenizer.chat_template is not None and tokenizer.chat_template.knows_tools
         self._more_eos = tokenizer.eos_token_ids - set(info.eos_token_ids)
 
     def completion_prompts(self, prompt: Any) -> list[list[int]]:
@@ -74,7 +76,7 @@ class InputProcessor:
             )
         return [self._prompt_ids(one, "prompt") for one in prompts]
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
         """Messages through the chat template -> ids. Roles are the known ones: a role is template text, not content."""
         if not messages:
             raise InvalidRequestError("messages must hold at least one message", param="messages")
@@ -84,8 +86,14 @@ class InputProcessor:
                     f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message['role']!r}",
                     param="messages",
                 )
-        self._check_length(sum(_num_bytes(message["content"], "messages") for message in messages), "messages")
-        ids = self.tokenizer.encode_chat(list(messages))
+            if message["role"] == "tool" and not self._knows_tools:
+                raise InvalidRequestError(
+                    f"messages[{index}].role: this model's chat template knows no tools", param="messages"
+                )
+        self._check_length(sum(_num_bytes(message["content"] or "", "messages") for message in messages), "messages")
+        if tools is not None:
+            self._check_length(_num_bytes(json.dumps(tools, ensure_ascii=False), "tools"), "tools")
+        ids = self.tokenizer.encode_chat(list(messages), tools=tools)
         if not ids:
             raise InvalidRequestError("messages: the chat template makes no token of them", param="messages")
         return ids

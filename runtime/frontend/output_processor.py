@@ -45,6 +45,7 @@ class SequenceOutput:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id = request_id
         self.text = ""
@@ -52,7 +53,7 @@ class SequenceOutput:
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._min_tokens = min_tokens
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
         self._matcher = StopStringMatcher(stop)
         self._num_decoded = 0  # characters of decoded text, held-back ones included
 

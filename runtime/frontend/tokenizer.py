@@ -101,14 +101,16 @@ class Tokenizer:
         """Ids of a text in which no special token's name means anything, and none is added."""
         return self._guard.encode_literally(text)
 
-    def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: list[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of a conversation through the chat template. Equal to transformers' `apply_chat_template`, but that the
-        names of special tokens in message text stay text.
+        names of special tokens in message text and in tools stay text.
 
         An assistant's own words may hold the markers that are not special but that its template writes (`</think>`):
         templates look for them there, and the model did produce them.
         """
-        rendered = self._render_guarded(messages, add_generation_prompt)
+        rendered = self._render_guarded(messages, add_generation_prompt, tools)
         try:
             return self._guard.encode(rendered)
         except ValueError as error:
@@ -117,6 +119,10 @@ class Tokenizer:
     def render_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> str:
         """The conversation as text."""
         return self._guard.reveal(self._render_guarded(messages, add_generation_prompt))
+
+    def added_token_id(self, name: str) -> int | None:
+        """The id of a token that is one by its name alone, special or not; None: there is none."""
+        return next((token["id"] for token in self._json["added_tokens"] if token["content"] == name), None)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
@@ -132,13 +138,16 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if token is None else self._decoder.to_bytes(token)
         return found
 
-    def _render_guarded(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _render_guarded(
+        self, messages: list[Message], add_generation_prompt: bool, tools: list[Any] | None = None
+    ) -> str:
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template (chat_template.jinja): use /v1/completions", param="messages"
             )
         hidden = [self._hide(message) for message in messages]
-        return self.chat_template.render(hidden, add_generation_prompt=add_generation_prompt)
+        hidden_tools = None if tools is None else [self._hide(tool) for tool in tools]
+        return self.chat_template.render(hidden, tools=hidden_tools, add_generation_prompt=add_generation_prompt)
 
     def _hide(self, message: Message) -> Message:
         allowed = self._template_markers if message.get("role") == "assistant" else frozenset()
@@ -147,7 +156,7 @@ class Tokenizer:
             if isinstance(value, str):
                 return self._guard.hide(value, allowed=allowed)
             if isinstance(value, dict):
-                return {key: hide(item) for key, item in value.items()}
+                return {hide(key): hide(item) for key, item in value.items()}
             return [hide(item) for item in value] if isinstance(value, list) else value
 
         return {key: hide(value) for key, value in message.items()}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmq.runtime.frontend.detokenizer import IncrementalDetokenizer
-from llmq.runtime.frontend.output_processor import ScoredToken, SequenceDelta
+from llmq.runtime.frontend.output_processor import SequenceDelta
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.server.generation import Choice
-from llmq.runtime.server.responses import CompletionLogprobs, Json, chat_logprobs
+from llmq.runtime.server.responses import CompletionLogprobs, Json
 
 
 @dataclass(frozen=True)
@@ -127,53 +127,6 @@ class TextAnswer(Answer):
             for token_id, scored, offset in zip(ids, [None, *scores], offsets, strict=True):
                 logprobs.add(token_id, scored, offset)
         return text
-
-
-class ChatAnswer(Answer):
-    """`/v1/chat/completions`."""
-
-    whole_kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, *, logprobs: bool) -> None:
-        super().__init__(head, tokenizer)
-        self._with_logprobs = logprobs
-        self._begun: set[int] = set()
-        self._scored: dict[int, list[ScoredToken]] = {}
-
-    def chunk_choices(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
-        entries = []
-        if choice.index not in self._begun:
-            self._begun.add(choice.index)
-            entries.append(self._chunk(choice, {"role": "assistant", "content": ""}, None, None))
-        if delta.text or delta.scored_tokens:
-            entries.append(self._chunk(choice, {"content": delta.text}, delta.scored_tokens, None))
-        if delta.finish_reason is not None:
-            entries.append(self._chunk(choice, {}, None, delta.finish_reason))
-        return entries
-
-    def add(self, choice: Choice, delta: SequenceDelta) -> None:
-        self._scored.setdefault(choice.index, []).extend(delta.scored_tokens or ())
-
-    def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
-        return [
-            {
-                "index": one.index,
-                "message": {"role": "assistant", "content": one.output.text, "refusal": None},
-                "logprobs": self._logprobs(self._scored[one.index]),
-                "finish_reason": one.output.finish_reason,
-            }
-            for one in choices
-        ]
-
-    def _chunk(
-        self, choice: Choice, delta: Json, scored: Sequence[ScoredToken] | None, finish_reason: str | None
-    ) -> Json:
-        logprobs = None if scored is None else self._logprobs(scored)
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
-        return chat_logprobs(self._tokenizer, scored) if self._with_logprobs else None
 
 
 def echoed_prompt(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> tuple[str, list[int]]:

@@ -10,8 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmq.runtime.server.callers import ApiKeys, Caller
+from llmq.runtime.server.chat_schema import ChatRequest
 from llmq.runtime.server.errors import ApiError, unavailable
-from llmq.runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest, explain
+from llmq.runtime.server.schema import CompletionRequest, GenerationRequest, explain
 from llmq.runtime.server.service import Call, Service
 from llmq.runtime.server.streaming import ClientGoneError, EventStreamResponse, collect, events, until_disconnect
 

@@ -50,6 +50,7 @@ class Generation:
         caller: Caller,
         priority: int = 0,
         timeout_s: float | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self.call_id = call_id
         self.prompts = prompts
@@ -71,7 +72,7 @@ class Generation:
                 )
             )
             for name in names:
-                output = SequenceOutput(name, tokenizer, stop=stop, min_tokens=prompt.params.min_tokens)
+                output = SequenceOutput(name, tokenizer, stop=stop, min_tokens=prompt.params.min_tokens, shown=shown)
                 self.choices.append(Choice(len(self.choices), prompt, output))
         self._n = n
         self._timeout_s = timeout_s

@@ -6,9 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 # OpenAI's fields that are not built, with the values that ask for nothing and so do no harm.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
@@ -29,23 +26,23 @@ _SAMPLING_FIELDS = (
 )
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="The schema is followed either way.")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -56,7 +53,7 @@ class ResponseFormat(_Strict):
         return self
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's field of this name: exactly one of these."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="A JSON Schema.")
@@ -66,7 +63,7 @@ class StructuredOutputs(_Strict):
     grammar: str | None = Field(None, description="Lark or GBNF.")
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What both kinds of request share. None: not given. Ranges are checked against the model by InputProcessor."""
 
     model: str
@@ -139,45 +136,6 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # checked by InputProcessor: it may hold 100,000 ids
     logprobs: int | None = None
     echo: bool | None = None
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None or name in ("role", "content")}
-
-    def for_template(self) -> dict[str, Any]:
-        """Parts are joined by line breaks; `developer` is the newer word for `system`, which templates know."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
-
-
-class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage]
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens: give max_completion_tokens or max_tokens, not two different ones")
-        return self
 
 
 def explain(error: ValidationError | Any) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,13 +23,16 @@ from llmq.runtime.frontend.input_processor import (
 from llmq.runtime.frontend.structured import grammar_of_response_format, grammar_of_structured_outputs
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
-from llmq.runtime.server.answers import Answer, AnswerHead, ChatAnswer, TextAnswer
+from llmq.runtime.server.answers import Answer, AnswerHead, TextAnswer
 from llmq.runtime.server.callers import Caller
+from llmq.runtime.server.chat_answer import ChatAnswer
+from llmq.runtime.server.chat_format import ChatFormat
+from llmq.runtime.server.chat_schema import ChatRequest, NamedTool
 from llmq.runtime.server.engine_client import EngineClient
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.generation import Generation, Prompt
 from llmq.runtime.server.metrics import ServerMetrics
-from llmq.runtime.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from llmq.runtime.server.schema import CompletionRequest, GenerationRequest
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class Service:
         self.draining = False
         self._running: set[Generation] = set()
         self._input = InputProcessor(tokenizer, info)
+        self._chat_format = ChatFormat(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
         self._request_timeout_s = request_timeout_s
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
@@ -113,20 +118,31 @@ class Service:
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         try:
             check_range("top_logprobs", request.top_logprobs)
-            ids = await self._tokenize(self._input.chat_prompt, [one.for_template() for one in request.messages])
+            self._chat_format.check(request)
+            encode = partial(self._input.chat_prompt, tools=request.usable_tools or None)
+            ids = await self._tokenize(encode, [one.for_template() for one in request.messages])
+            grammar = await self._grammar(request, self._chat_format.grammar(request))
             params = self._input.sampling_params(
                 len(ids),
                 max_tokens=asked,
                 param="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
                 prompt_param="messages",
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-                grammar=await self._grammar(request),
+                grammar=grammar,
                 **request.sampling_fields(),
             )
-            generation = self._generation("chatcmpl", [Prompt(ids, params)], request, caller)
+            generation = self._generation("chatcmpl", [Prompt(ids, params)], request, caller, self._chat_format.shown)
         except InvalidRequestError as error:
             raise ApiError.from_invalid(error) from error
-        return Call(generation, ChatAnswer(self._head(generation), self.tokenizer, logprobs=bool(request.logprobs)))
+        is_bound = grammar is not None and (request.forced_functions is not None or not request.usable_tools)
+        answer = ChatAnswer(
+            self._head(generation),
+            self.tokenizer,
+            make_parser=self._chat_format.make_parser(request, ids, is_bound=is_bound),
+            logprobs=bool(request.logprobs),
+            names_calls=not isinstance(request.tool_choice, NamedTool),
+        )
+        return Call(generation, answer)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for any name but the served one."""
@@ -165,7 +181,12 @@ class Service:
             self._running.remove(call.generation)
 
     def _generation(
-        self, kind: str, prompts: Sequence[Prompt], request: GenerationRequest, caller: Caller
+        self,
+        kind: str,
+        prompts: Sequence[Prompt],
+        request: GenerationRequest,
+        caller: Caller,
+        shown: frozenset[int] = frozenset(),
     ) -> Generation:
         n = 1 if request.n is None else request.n
         check_range("n", n)
@@ -185,6 +206,7 @@ class Service:
             caller=caller,
             priority=request.priority or 0,
             timeout_s=self._request_timeout_s,
+            shown=shown,
         )
 
     def _admit(self, num_sequences: int) -> None:
@@ -199,9 +221,11 @@ class Service:
                 headers={"retry-after": "1"},
             )
 
-    async def _grammar(self, request: GenerationRequest) -> str | None:
-        """What the output must follow, known to be something that the engine can follow."""
-        if request.structured_outputs is not None:
+    async def _grammar(self, request: GenerationRequest, tools: str | None = None) -> str | None:
+        """What the output must follow (`tools`: because of tools), known to be something that the engine can follow."""
+        if tools is not None:
+            param, grammar = "tools", tools
+        elif request.structured_outputs is not None:
             param, asked = "structured_outputs", request.structured_outputs.model_dump(by_alias=True)
             grammar = grammar_of_structured_outputs(asked)
         elif request.response_format is not None:

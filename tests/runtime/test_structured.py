@@ -9,10 +9,12 @@ from engine_driver import force_preemption, greedy, run_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmq.runtime.frontend.chat_parser import ChatParser
 from llmq.runtime.frontend.errors import InvalidRequestError
 from llmq.runtime.frontend.grammar import GrammarCompiler, json_grammar
 from llmq.runtime.frontend.structured import grammar_of_response_format, grammar_of_structured_outputs
 from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.frontend.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from llmq.runtime.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 13]
@@ -150,3 +152,21 @@ def test_a_grammar_that_cannot_be_read_ends_its_request_only(engine):
     made = run_all(engine, [PROMPT, PROMPT], [broken, greedy(5)])
     assert "Invalid type: objct" in made[0].error
     assert len(made[1].token_ids) == 5
+
+
+@pytest.mark.parametrize("tools", [HERMES, MISTRAL, LLAMA3], ids=lambda one: one.name)
+def test_a_forced_call_is_one_that_its_format_reads(engine, tokenizer, tools: ToolFormat):
+    colours = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
+    functions = [{"name": "paint", "parameters": colours | {"additionalProperties": False}}, {"name": "stop"}]
+    for several in (False, True):
+        grammar = tools.forced_grammar(functions, None, several=several)
+        params = [SamplingParams(temperature=2.0, seed=seed, max_tokens=900, grammar=grammar) for seed in range(3)]
+        for made in run_all(engine, [PROMPT] * 3, params):
+            parsed = ChatParser(tools, reasons=False).push(written(tokenizer, made), final=True)
+            assert parsed.content == ""
+            assert parsed.tool_calls
+            assert several or len(parsed.tool_calls) == 1
+            for call in parsed.tool_calls:
+                jsonschema.validate(
+                    json.loads(call.arguments), colours if call.name == "paint" else {"maxProperties": 0}
+                )

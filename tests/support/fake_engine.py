@@ -27,12 +27,12 @@ class _Running:
 
 
 class FakeEngine:
-    def __init__(self, config: EngineConfig, script: Sequence[int] = DEFAULT_SCRIPT) -> None:
+    def __init__(self, config: EngineConfig, script: Sequence[int] = DEFAULT_SCRIPT, vocab_size: int = 512) -> None:
         if config.max_num_seqs == 13:
             raise InputError("--max-num-seqs 13: unlucky")
         self.info = EngineInfo(
             model=config.model,
-            vocab_size=512,
+            vocab_size=vocab_size,
             max_model_len=config.max_model_len or 256,
             eos_token_ids=[2],
             num_blocks=NUM_BLOCKS,

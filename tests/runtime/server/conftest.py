@@ -98,19 +98,29 @@ class Serving:
 
 @pytest.fixture
 def serving(tokenizer: Tokenizer) -> Callable:
-    """`async with serving(script=…, max_model_len=…, api_keys=…, max_queue=…) as s`: a Serving."""
+    """`async with serving(script=…, max_model_len=…, api_keys=…, max_queue=…, folder=…) as s`: a Serving."""
 
     @asynccontextmanager
     async def start(
-        *, script=None, api_keys=(), max_queue=None, max_num_seqs=64, request_timeout_s=None, **config
+        *,
+        script=None,
+        api_keys=(),
+        max_queue=None,
+        max_num_seqs=64,
+        request_timeout_s=None,
+        folder=None,
+        vocab_size=512,
+        **config,
     ) -> AsyncIterator[Serving]:
-        engine = fake_engine.FakeEngine(EngineConfig(model="tiny", **config), script or fake_engine.DEFAULT_SCRIPT)
+        engine = fake_engine.FakeEngine(
+            EngineConfig(model="tiny", **config), script or fake_engine.DEFAULT_SCRIPT, vocab_size
+        )
         metrics = ServerMetrics()
         client = LoopbackClient(engine, on_stats=metrics.set_engine_stats)
         info = await client.start()
         service = Service(
             client,
-            tokenizer,
+            tokenizer if folder is None else Tokenizer.from_folder(folder),
             info,
             metrics,
             model_name="tiny",

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmq.runtime.frontend.tokenizer import Tokenizer
-from llmq.runtime.server.schema import ChatRequest, CompletionRequest
+from llmq.runtime.server.chat_schema import ChatRequest
+from llmq.runtime.server.schema import CompletionRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -217,6 +218,9 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {"messages": HI, "tool_choice": "auto"}, "tool_choice"),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": []}]}, "messages"),
         (CHAT, {"messages": HI, "response_format": {"type": "yaml"}}, "response_format"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"messages": HI, "response_format": schema_format({"type": "objct"})}, "response_format"),
