@@ -34,6 +34,8 @@ class KVCacheManager:
     def __init__(self, layout: KVCacheLayout, num_blocks: int, enable_prefix_caching: bool = True) -> None:
         self.groups = layout.groups
         self.pool = BlockPool(num_blocks)
+        self._block_tokens = tuple(group.block_tokens for group in self.groups)
+        self._windows = tuple(group.spec.window for group in self.groups)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache_queries = 0  # tokens asked for, tokens found
         self.prefix_cache_hits = 0
@@ -74,6 +76,8 @@ class KVCacheManager:
         """
         num_computed = hit.num_tokens if hit else request.num_computed_tokens
         held = self._blocks.get(request.request_id) or tuple([] for _ in self.groups)
+        if hit is None and self._holds(held, num_computed, num_new_tokens):
+            return True
         self._release_outside_window(held, num_computed)
         lists = hit.blocks if hit else held
         missing = [
@@ -128,16 +132,25 @@ class KVCacheManager:
         copies, self._copies = self._copies, []
         return copies
 
-    def block_ids(self, request_id: str, first: Sequence[int] | None = None) -> tuple[list[int], ...]:
-        """Block table of each group, from position `first[group]` on.
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Block table of each group. A block that left the window is given as 0: attention does not read there."""
+        return self.new_block_ids(request_id, [0] * len(self.groups), 0)[1]
 
-        A block that left the window is given as 0: attention does not read there.
+    def new_block_ids(
+        self, request_id: str, sent: Sequence[int], num_computed: int
+    ) -> tuple[tuple[int, ...], tuple[list[int], ...], list[int]]:
+        """What to tell someone who knows the first `sent[group]` blocks of each group's table.
+
+        (the position that the news begin at, the block ids from there on, the length of the table), for each group.
+        The block that is written next is told again: a copy-on-write may have replaced it.
         """
-        lists = self._blocks[request_id]
-        return tuple(
-            [block.block_id if block else 0 for block in blocks[start:]]
-            for blocks, start in zip(lists, first or [0] * len(lists), strict=True)
-        )
+        firsts, ids, lengths = [], [], []
+        for size, known, blocks in zip(self._block_tokens, sent, self._blocks[request_id], strict=True):
+            first = min(known, num_computed // size)
+            firsts.append(first)
+            ids.append([block.block_id if block else 0 for block in blocks[first:]])
+            lengths.append(len(blocks))
+        return tuple(firsts), tuple(ids), lengths
 
     def commit(self, request: Request) -> None:
         """Offer the full blocks of `request.num_computed_tokens` tokens to the prefix cache.
@@ -146,8 +159,11 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        self._extend_digests(request)
         registered = self._num_registered[request.request_id]
+        computed = request.num_computed_tokens
+        if all(computed // size <= done for size, done in zip(self._block_tokens, registered, strict=True)):
+            return
+        self._extend_digests(request)
         for index, (group, blocks) in enumerate(zip(self.groups, self._blocks[request.request_id], strict=True)):
             num_full = min(request.num_computed_tokens // group.block_tokens, len(request.block_digests[index]))
             for position in range(registered[index], num_full):
@@ -185,6 +201,16 @@ class KVCacheManager:
         for digest in digests:
             if self._being_computed.get(digest) == request_id:
                 del self._being_computed[digest]
+
+    def _holds(self, held: tuple[BlockList, ...], num_computed: int, num_new_tokens: int) -> bool:
+        """Whether there is nothing to do: the new tokens fit in blocks that this request alone holds and none has left
+        a window. What nearly every decode step finds, and therefore asked first."""
+        for size, window, blocks in zip(self._block_tokens, self._windows, held, strict=True):
+            if num_computed + num_new_tokens > len(blocks) * size or window is not None:
+                return False
+            if blocks[num_computed // size].ref_count > 1:
+                return False
+        return True
 
     def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[BlockList, int]]:
         """Partly filled blocks that the next token goes into and others hold too, as (list, position)."""

@@ -310,26 +310,19 @@ class Scheduler:
                         forks=request.forks,
                     )
                 )
-            # The block that is written next is sent again: a copy-on-write may have replaced it.
-            sent = [
-                min(first, request.num_computed_tokens // group.block_tokens)
-                for first, group in zip(sent, self.kv.groups, strict=True)
-            ]
-            block_ids = self.kv.block_ids(request.request_id, sent)
+            computed = request.num_computed_tokens
+            first_block, block_ids, held = self.kv.new_block_ids(request.request_id, sent, computed)
             items.append(
                 ScheduledRequest(
                     request_id=request.request_id,
-                    num_computed_tokens=request.num_computed_tokens,
+                    num_computed_tokens=computed,
                     num_scheduled_tokens=num_new,
                     block_ids=block_ids,
-                    first_block=tuple(sent),
-                    samples=request.num_computed_tokens + num_new == request.num_tokens
-                    and request.sampling_params.max_tokens > 0,
+                    first_block=first_block,
+                    samples=computed + num_new == len(request.token_ids) and request.sampling_params.max_tokens > 0,
                 )
             )
-            self._known_to_runner[request.request_id] = [
-                first + len(ids) for first, ids in zip(sent, block_ids, strict=True)
-            ]
+            self._known_to_runner[request.request_id] = held
         self._step += 1
         forgotten, self._forgotten = self._forgotten, []
         return SchedulerOutput(
