@@ -43,12 +43,15 @@ def run(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], R
 
 
 def trace_path(name: str) -> Path:
-    """A trace in $LLMQ_SHARED, else in the folder `shared` beside the repository."""
-    shared = Path(os.environ.get("LLMQ_SHARED") or REPOSITORY.parent / "shared")
-    path = shared / "data" / "traces" / name
+    path = shared_path("traces", name)
     if not path.is_file():
         sys.exit(f"{path} is not there: set LLMQ_SHARED to the folder of shared data")
     return path
+
+
+def shared_path(*names: str) -> Path:
+    """Real data in $LLMQ_SHARED, else in the folder `shared` beside the repository."""
+    return Path(os.environ.get("LLMQ_SHARED") or REPOSITORY.parent / "shared").joinpath("data", *names)
 
 
 def percent(share: float) -> str:

@@ -3,6 +3,7 @@
 import json
 
 import bench_contention
+import bench_kv_dtypes
 import bench_paging
 import bench_prefix_cache
 import bench_scheduler
@@ -74,6 +75,15 @@ def test_a_short_soak_answers_all_and_leaks_nothing(tiny_llama):
     assert found["rss_end_bytes"] > 50 * 2**20
 
 
+def test_kv_dtypes_are_told_apart(tiny_llama, tmp_path):
+    (tmp_path / "text").write_text("It was the best of times, it was the worst of times. " * 12)
+    options = ["--text", str(tmp_path / "text"), "--window", "64", "--windows", "2", "--dtype", "fp32"]
+    found = bench_kv_dtypes.main(["--model", str(tiny_llama()), "--threads", "1", *options])
+    assert found["bf16"]["mean_kl"] == pytest.approx(0, abs=1e-9)
+    assert 0 < found["int8"]["mean_kl"] < found["int4"]["mean_kl"]
+    assert found["bf16"]["bytes_per_token"] == 256
+
+
 @pytest.mark.bench
 @pytest.mark.parametrize(
     "main",
@@ -84,8 +94,9 @@ def test_a_short_soak_answers_all_and_leaks_nothing(tiny_llama):
         lambda _: bench_static_batching.main(["--model", "smollm2-135m"]),
         bench_contention.main,
         bench_soak.main,
+        bench_kv_dtypes.main,
     ],
-    ids=["paging", "prefix cache", "scheduler", "static batching", "contention", "soak"],
+    ids=["paging", "prefix cache", "scheduler", "static batching", "contention", "soak", "kv dtypes"],
 )
 def test_measure(main):
     main([])
