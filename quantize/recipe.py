@@ -26,7 +26,7 @@ class MethodTraits:
 
 METHODS: dict[Method, MethodTraits] = {
     "awq": MethodTraits("AWQ, 4-bit weights", 4, False, True, True),
-    "gptq": MethodTraits("GPTQ, 4-bit weights", 4, True, True, True),
+    "gptq": MethodTraits("GPTQ, 4-bit weights", 4, False, True, True),
     "rtn": MethodTraits("round to nearest, 4-bit weights", 4, False, True, False),
     "smoothquant": MethodTraits(
         "SmoothQuant, INT8 weights and activations", 8, True, False, True, ActivationScheme("int")
