@@ -28,6 +28,7 @@ from llmq.runtime.memory import CPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.policy import StepPolicy
+from llmq.runtime.queue_clock import QueueClock
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.sampler import Sampler
@@ -46,6 +47,7 @@ class Engine:
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
         self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        self._clock = QueueClock()
         self._num_steps = self._prompt_tokens = self._generation_tokens = 0
 
     @classmethod
@@ -78,9 +80,12 @@ class Engine:
             forks = [(name, self._seeds.getrandbits(63) if seed is None else seed) for name, seed in request.forks]
             request = msgspec.structs.replace(request, forks=forks)
         self.scheduler.add_request(request)
+        self._clock.arrive(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests now, their blocks freed at once. Unknown ids are passed over: they may just have finished."""
+        request_ids = list(request_ids)
+        self._clock.forget(request_ids)
         outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
         return [output for output in outputs if output is not None]
 
@@ -93,13 +98,14 @@ class Engine:
         if not self.has_unfinished_requests:
             return []
         plan = self.scheduler.schedule()
+        self._clock.schedule(new.request_id for new in plan.new_requests)
         self._pending.append((plan, self.executor.submit(plan)))
         plan, future = self._pending.popleft()
         outputs = self.scheduler.update_from_output(plan, future.result())
         self._count(plan, outputs)
         if self._check_integrity:
             self.scheduler.kv.check_integrity()
-        return outputs
+        return [self._clock.stamp(output) for output in outputs]
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
         """Call `observer(request_id, position, logits [n, vocab_size] float32)` for the computed positions of requests

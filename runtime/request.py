@@ -58,6 +58,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, where finish_reason is "stop"
     cumulative_logprob: float | None = None  # of a hypothesis of a beam search
+    queue_s: float | None = None  # with the first output: how long it waited to be scheduled
     error: str | None = None
 
 

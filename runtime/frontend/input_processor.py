@@ -34,6 +34,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
+    "beam_width": (1, 32),
+    "length_penalty": (-10, 10),
     "logprobs": (0, MAX_LOGPROBS),
     "top_logprobs": (0, MAX_LOGPROBS),
     "seed": (-(2**63), 2**63 - 1),
@@ -76,7 +79,9 @@ class InputProcessor:
             )
         return [self._prompt_ids(one, "prompt") for one in prompts]
 
-    def chat_prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Messages through the chat template -> ids. Roles are the known ones: a role is template text, not content."""
         if not messages:
             raise InvalidRequestError("messages must hold at least one message", param="messages")
@@ -93,10 +98,20 @@ class InputProcessor:
         self._check_length(sum(_num_bytes(message["content"] or "", "messages") for message in messages), "messages")
         if tools is not None:
             self._check_length(_num_bytes(json.dumps(tools, ensure_ascii=False), "tools"), "tools")
-        ids = self.tokenizer.encode_chat(list(messages), tools=tools)
+        ids = self.tokenizer.encode_chat(list(messages), tools=tools, add_generation_prompt=add_generation_prompt)
         if not ids:
             raise InvalidRequestError("messages: the chat template makes no token of them", param="messages")
         return ids
+
+    def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text that need not be a prompt: it may be empty."""
+        self._check_length(_num_bytes(text, "prompt"), "prompt")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What ids stand for, special tokens shown."""
+        self._check_ids(token_ids, "tokens")
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def sampling_params(
         self,

@@ -55,7 +55,13 @@ class SequenceOutput:
         self._min_tokens = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
         self._matcher = StopStringMatcher(stop)
+        self._sum_logprobs = 0.0
         self._num_decoded = 0  # characters of decoded text, held-back ones included
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, where log probabilities were asked for."""
+        return self._sum_logprobs / max(1, len(self.token_ids))
 
     def process(self, output: RequestOutput) -> SequenceDelta:
         """Take what a step brought. `finish_reason` may be set where the engine's is not: then abort the request."""
@@ -78,6 +84,7 @@ class SequenceOutput:
         scored = None
         if output.logprobs is not None:
             scored = [ScoredToken(*pair) for pair in zip(output.logprobs[: len(offsets)], offsets, strict=True)]
+            self._sum_logprobs += sum(one.logprobs.logprob for one in scored)
         return SequenceDelta(
             request_id=self.request_id,
             text=text,

@@ -11,6 +11,7 @@ from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.server.generation import Choice
 from llmq.runtime.server.responses import CompletionLogprobs, Json
+from llmq.runtime.server.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,12 @@ class TextAnswer(Answer):
 
     whole_kind = chunk_kind = "text_completion"
 
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, *, echo: bool, logprobs: bool) -> None:
+    def __init__(
+        self, head: AnswerHead, tokenizer: Tokenizer, *, echo: bool, logprobs: bool, selection: Selection
+    ) -> None:
         super().__init__(head, tokenizer)
         self._echo = echo
+        self._selection = selection
         self._with_logprobs = logprobs
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._text: dict[int, str] = {}
@@ -93,9 +97,11 @@ class TextAnswer(Answer):
         self._text[choice.index] = self._text.get(choice.index, "") + text
 
     def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
+        chosen = [choices[place] for place in self._selection.best([one.output for one in choices])]
         return [
             self._entry(one, self._text[one.index], self._logprobs[one.index], one.output.finish_reason)
-            for one in choices
+            | {"index": index}
+            for index, one in enumerate(chosen)
         ]
 
     def _entry(self, choice: Choice, text: str, logprobs: CompletionLogprobs, finish_reason: str | None) -> Json:

@@ -15,6 +15,7 @@ from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.schema import CompletionRequest, GenerationRequest, explain
 from llmq.runtime.server.service import Call, Service
 from llmq.runtime.server.streaming import ClientGoneError, EventStreamResponse, collect, events, until_disconnect
+from llmq.runtime.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 
 MAX_BODY_BYTES = 32 * 2**20
 OPEN_ROUTES = ("/health",)  # answered without a key
@@ -25,6 +26,7 @@ def create_app(service: Service, *, api_keys: ApiKeys | None = None) -> FastAPI:
     """All routes for one model. With keys every route but /health wants `Authorization: Bearer KEY`."""
     app = FastAPI(title="llmq", version=version("llmq-toolkit"), docs_url=None, redoc_url=None)
     _add_openai_routes(app, service)
+    _add_tokenizer_routes(app, service)
     _add_operator_routes(app, service)
     _add_error_handlers(app)
     app.add_middleware(_Guard, api_keys=api_keys or ApiKeys())
@@ -56,6 +58,16 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(service, await service.chat(body, _caller(request)), body, request)
+
+
+def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return await service.tokenize(body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        return await service.detokenize(body)
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from llmq.runtime.frontend.output_processor import SequenceDelta, SequenceOutput
 from llmq.runtime.frontend.tokenizer import Tokenizer
-from llmq.runtime.request import EngineRequest
+from llmq.runtime.request import BeamParams, EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.server.callers import Caller
 from llmq.runtime.server.engine_client import CutOffError, EngineClient, EngineDeadError, TimedOutError
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.metrics import ServerMetrics
+from llmq.runtime.server.responses import Json
+from llmq.runtime.server.timings import SequenceTimes, timings
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.output = output
-        self.last_output_s: float | None = None
+        self.times = SequenceTimes()
 
 
 class Generation:
@@ -51,6 +53,7 @@ class Generation:
         priority: int = 0,
         timeout_s: float | None = None,
         shown: frozenset[int] = frozenset(),
+        beams: BeamParams | None = None,
     ) -> None:
         self.call_id = call_id
         self.prompts = prompts
@@ -68,6 +71,7 @@ class Generation:
                     priority=priority,
                     cache_salt=caller.cache_salt,
                     tenant=caller.tenant,
+                    beams=beams,
                     forks=[(name, _nth_seed(prompt.params.seed, i)) for i, name in enumerate(names) if i],
                 )
             )
@@ -90,7 +94,7 @@ class Generation:
                 delta = choice.output.process(output)
                 if delta.finish_reason is not None and output.finish_reason is None:
                     stream.abort([output.request_id])  # a stop string ended it: the engine does not know
-                self._observe(choice, delta, metrics)
+                self._observe(choice, delta, output.queue_s, metrics)
                 if delta.finish_reason == "error":
                     raise ApiError(500, f"the engine gave this request up: {delta.error}", kind="server_error")
                 yield choice, delta
@@ -121,13 +125,15 @@ class Generation:
             sum(leader.output.num_cached_tokens for leader in leaders),
         )
 
-    def _observe(self, choice: Choice, delta: SequenceDelta, metrics: ServerMetrics) -> None:
-        now = time.monotonic()
-        since_last_s = None if choice.last_output_s is None else now - choice.last_output_s
-        metrics.observe_output(now - self.arrival_s, since_last_s)
-        choice.last_output_s = now
+    def timings(self) -> Json:
+        return timings([choice.times for choice in self.choices])
+
+    def _observe(self, choice: Choice, delta: SequenceDelta, queue_s: float | None, metrics: ServerMetrics) -> None:
+        since_arrival_s, before_s = time.monotonic() - self.arrival_s, choice.times.last_output_s
+        metrics.observe_output(since_arrival_s, None if before_s is None else since_arrival_s - before_s)
+        choice.times.note(since_arrival_s, len(delta.token_ids), queue_s)
         if delta.finish_reason is not None:
-            metrics.observe_finish(delta.finish_reason, now - self.arrival_s)
+            metrics.observe_finish(delta.finish_reason, since_arrival_s)
 
 
 def _nth_seed(seed: int | None, i: int) -> int | None:

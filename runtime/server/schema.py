@@ -86,6 +86,11 @@ class GenerationRequest(Strict):
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = Field(None, description="With use_beam_search. Default: n, at least 2.")
+    length_penalty: float | None = Field(
+        None, description="Beams score their log probability / tokens ** this. Default: 1."
+    )
     priority: int | None = Field(None, description="Lower runs first; 0 where not given. -2147483648 to 2147483647.")
     user: str | None = Field(None, description="Accepted and not used.")
 
@@ -114,6 +119,9 @@ class GenerationRequest(Strict):
     def _check_together(self) -> "GenerationRequest":
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: give response_format or structured_outputs, not both")
+        for field in ("beam_width", "length_penalty"):
+            if getattr(self, field) is not None and not self.use_beam_search:
+                raise ValueError(f"{field}: only with use_beam_search true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream true")
         for token_id in self.logit_bias or ():
@@ -136,6 +144,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # checked by InputProcessor: it may hold 100,000 ids
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = Field(None, description="Of so many sequences the n likeliest (by token) are returned.")
 
 
 def explain(error: ValidationError | Any) -> tuple[str, str | None]:

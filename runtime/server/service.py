@@ -16,7 +16,6 @@ from llmq.runtime.frontend.errors import InvalidRequestError
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.input_processor import (
     DEFAULT_COMPLETION_TOKENS,
-    MAX_SEQUENCES,
     InputProcessor,
     check_range,
 )
@@ -32,7 +31,10 @@ from llmq.runtime.server.engine_client import EngineClient
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.generation import Generation, Prompt
 from llmq.runtime.server.metrics import ServerMetrics
+from llmq.runtime.server.responses import Json
 from llmq.runtime.server.schema import CompletionRequest, GenerationRequest
+from llmq.runtime.server.selection import Selection
+from llmq.runtime.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 
 T = TypeVar("T")
 
@@ -91,6 +93,7 @@ class Service:
             check_range("logprobs", logprobs)
             token_ids = await self._tokenize(self._input.completion_prompts, request.prompt)
             grammar = await self._grammar(request)
+            selection = Selection.of(request, len(token_ids))
             prompts = [
                 Prompt(
                     ids,
@@ -98,7 +101,7 @@ class Service:
                         len(ids),
                         max_tokens=request.max_tokens,
                         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-                        logprobs=logprobs,
+                        logprobs=0 if logprobs is None and selection.chooses else logprobs,
                         prompt_logprobs=prompt_logprobs if echo else None,
                         grammar=grammar,
                         **request.sampling_fields(),
@@ -106,11 +109,13 @@ class Service:
                 )
                 for ids in token_ids
             ]
-            generation = self._generation("cmpl", prompts, request, caller)
+            generation = self._generation("cmpl", prompts, request, caller, selection)
         except InvalidRequestError as error:
             raise ApiError.from_invalid(error) from error
         head = self._head(generation)
-        return Call(generation, TextAnswer(head, self.tokenizer, echo=echo, logprobs=logprobs is not None))
+        return Call(
+            generation, TextAnswer(head, self.tokenizer, echo=echo, logprobs=logprobs is not None, selection=selection)
+        )
 
     async def chat(self, request: ChatRequest, caller: Caller = ANYBODY) -> Call:
         """Raises ApiError."""
@@ -119,6 +124,7 @@ class Service:
         try:
             check_range("top_logprobs", request.top_logprobs)
             self._chat_format.check(request)
+            selection = Selection.of(request, 1)
             encode = partial(self._input.chat_prompt, tools=request.usable_tools or None)
             ids = await self._tokenize(encode, [one.for_template() for one in request.messages])
             grammar = await self._grammar(request, self._chat_format.grammar(request))
@@ -131,7 +137,9 @@ class Service:
                 grammar=grammar,
                 **request.sampling_fields(),
             )
-            generation = self._generation("chatcmpl", [Prompt(ids, params)], request, caller, self._chat_format.shown)
+            generation = self._generation(
+                "chatcmpl", [Prompt(ids, params)], request, caller, selection, self._chat_format.shown
+            )
         except InvalidRequestError as error:
             raise ApiError.from_invalid(error) from error
         is_bound = grammar is not None and (request.forced_functions is not None or not request.usable_tools)
@@ -143,6 +151,38 @@ class Service:
             names_calls=not isinstance(request.tool_choice, NamedTool),
         )
         return Call(generation, answer)
+
+    async def tokenize(self, request: TokenizeRequest) -> Json:
+        """Raises ApiError."""
+        if request.model is not None:
+            self.check_model(request.model)
+        try:
+            if request.messages is None:
+                special = request.add_special_tokens is not False
+                encode = partial(self._input.text_ids, add_special_tokens=special)
+                ids = await self._tokenize(encode, request.prompt)
+            else:
+                encode = partial(
+                    self._input.chat_prompt,
+                    tools=request.tools_for_template(),
+                    add_generation_prompt=request.add_generation_prompt,
+                )
+                ids = await self._tokenize(encode, [one.for_template() for one in request.messages])
+        except InvalidRequestError as error:
+            raise ApiError.from_invalid(error) from error
+        names = None
+        if request.return_token_strs:
+            names = [self.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in ids]
+        return {"count": len(ids), "max_model_len": self.info.max_model_len, "tokens": ids, "token_strs": names}
+
+    async def detokenize(self, request: DetokenizeRequest) -> Json:
+        """Raises ApiError."""
+        if request.model is not None:
+            self.check_model(request.model)
+        try:
+            return {"prompt": await self._tokenize(self._input.text_of, request.tokens)}
+        except InvalidRequestError as error:
+            raise ApiError.from_invalid(error) from error
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for any name but the served one."""
@@ -186,27 +226,23 @@ class Service:
         prompts: Sequence[Prompt],
         request: GenerationRequest,
         caller: Caller,
+        selection: Selection,
         shown: frozenset[int] = frozenset(),
     ) -> Generation:
-        n = 1 if request.n is None else request.n
-        check_range("n", n)
         check_range("priority", request.priority)
-        if n * len(prompts) > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"n: {n} of {len(prompts)} prompts are more than the {MAX_SEQUENCES} sequences of a call", param="n"
-            )
         stop = self._input.stop_strings(request.stop)
-        self._admit(n * len(prompts))
+        self._admit(selection.num_sequences * len(prompts))
         return Generation(
             f"{kind}-{uuid.uuid4().hex}",
             prompts,
-            n,
+            selection.num_generated,
             stop,
             self.tokenizer,
             caller=caller,
             priority=request.priority or 0,
             timeout_s=self._request_timeout_s,
             shown=shown,
+            beams=selection.beams,
         )
 
     def _admit(self, num_sequences: int) -> None:

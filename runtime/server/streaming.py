@@ -49,18 +49,23 @@ async def collect(generation: Generation, deltas: Deltas, answer: Answer) -> Jso
     async with aclosing(deltas):
         async for choice, delta in deltas:
             answer.add(choice, delta)
-    return answer.whole(generation.choices, usage(*generation.usage_counts()))
+    return answer.whole(generation.choices, usage(*generation.usage_counts())) | {"timings": generation.timings()}
 
 
 async def events(
     generation: Generation, deltas: Deltas, answer: Answer, *, include_usage: bool
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. An error after the first one is an event itself, and the last."""
+    """The answer as server-sent events, `timings` in the last one with a choice.
+
+    An error after the first one is an event itself, and the last."""
     begun = False
     try:
         async with aclosing(deltas):
             async for choice, delta in deltas:
-                for chunk in answer.chunks(choice, delta):
+                chunks = answer.chunks(choice, delta)
+                if chunks and not generation.num_unfinished:
+                    chunks[-1]["timings"] = generation.timings()
+                for chunk in chunks:
                     yield sse(chunk | {"usage": None} if include_usage else chunk)
                     begun = True
     except ApiError as error:

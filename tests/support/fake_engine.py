@@ -112,6 +112,7 @@ class FakeEngine:
             if scores_prompt
             else None,
             num_cached_tokens=state.num_cached_tokens,
+            queue_s=0.0 if first else None,
             finish_reason=finish,
             stop_token_id=new[0] if finish == "stop" else None,
         )

@@ -1,6 +1,7 @@
 """The server as a process of its own, around a fake engine: what it imports, its signals, its exit codes."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -17,8 +18,11 @@ RUN = """
 import json, sys
 import msgspec
 from llmq.profiles.errors import InputError
+from llmq.runtime.server import engine_client
 from llmq.runtime.server.server import ServerConfig, serve
 
+if len(sys.argv) > 3:  # seconds without a message after which an engine that works, or idles, is said to stand still
+    engine_client.STALL_BUSY_S, engine_client.STALL_IDLE_S = json.loads(sys.argv[3])
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
 try:
     code = serve(config, engine_command=json.loads(sys.argv[2]))
@@ -34,9 +38,10 @@ sys.exit(code)
 class Program:
     """`with` its stderr read up to the line that says where it listens."""
 
-    def __init__(self, config: dict, command: list[str]) -> None:
+    def __init__(self, config: dict, command: list[str], stall: list[float] | None = None) -> None:
+        arguments = [config, command] if stall is None else [config, command, stall]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(config), json.dumps(command)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RUN, *map(json.dumps, arguments)], stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
         self.url = ""
@@ -45,6 +50,12 @@ class Program:
             if found := re.search(r"http://127\.0\.0\.1:\d+", line):
                 self.url = found[0]
                 break
+
+    def engine_pid(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
+
+    def health(self) -> httpx.Response:
+        return httpx.get(f"{self.url}/health", timeout=5)
 
     def post(self, **body) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"model": "tiny", "prompt": "a", **body}, timeout=20)
@@ -59,9 +70,9 @@ class Program:
 def program(model_folder: Path, fake_command: list[str]) -> Iterator[Callable[..., Program]]:
     programs = []
 
-    def start(*, engine: dict | None = None, **config) -> Program:
+    def start(*, engine: dict | None = None, stall: list[float] | None = None, **config) -> Program:
         whole = {"engine": {"model": str(model_folder), "max_model_len": 10**6, **(engine or {})}, "port": 0, **config}
-        programs.append(Program(whole, fake_command))
+        programs.append(Program(whole, fake_command, stall))
         return programs[-1]
 
     yield start
@@ -139,6 +150,43 @@ def test_a_dead_engine_is_an_error_in_the_stream_and_exit_code_1(program: Callab
     code, stderr = running.end()
     assert code == 1
     assert "the forward failed" in stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the engine's pid from /proc")
+def test_an_engine_that_stands_still_is_unhealthy_until_it_goes_on(program: Callable[..., Program]):
+    running = program(stall=[0.7, 2.5])
+    client, lines, _ = _open_stream(running, 3000)
+    engine = running.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    started = time.monotonic()
+    said = _until(running.health, lambda response: response.status_code == 503).json()["error"]
+    assert time.monotonic() - started < 5
+    assert said["code"] == "engine_unavailable"
+    assert "no step for" in said["message"]
+    assert running.post(max_tokens=1).status_code == 503  # at once, not when the engine wakes
+    os.kill(engine, signal.SIGCONT)
+    _until(running.health, lambda response: response.status_code == 200)
+    *_, last = (line for line in lines if line)
+    client.close()
+    assert last == "data: [DONE]"
+    os.kill(engine, signal.SIGSTOP)  # idle this time
+    assert _until(running.health, lambda response: response.status_code == 503).status_code == 503
+    os.kill(engine, signal.SIGCONT)
+    _until(running.health, lambda response: response.status_code == 200)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the engine's pid from /proc")
+def test_a_server_ends_though_its_engine_stands_still(program: Callable[..., Program]):
+    running = program(drain_timeout_s=0.3)
+    client, lines, _ = _open_stream(running, 900_000)
+    engine = running.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    running.process.send_signal(signal.SIGTERM)
+    *_, last = (line for line in lines if line)
+    client.close()
+    assert "shutting_down" in last
+    assert running.end()[0] == 0
+    assert not Path(f"/proc/{engine}").exists()
 
 
 def test_what_cannot_start_is_refused_with_2(program: Callable[..., Program]):
