@@ -28,6 +28,7 @@ __all__ = [
     "progress",
     "status",
     "warn",
+    "write",
 ]
 
 _UNLIMITED_WIDTH = 10_000  # of a pipe: a table is then as wide as its cells
@@ -36,6 +37,11 @@ _UNLIMITED_WIDTH = 10_000  # of a pipe: a table is then as wide as its cells
 def print_text(text: str = "") -> None:
     """A line of the result, as it is, to stdout."""
     print(text, flush=True)
+
+
+def write(text: str) -> None:
+    """A piece of a line of the result, at once: text that is still being written."""
+    print(text, end="", flush=True)
 
 
 def print_json(content: Any) -> None:

@@ -11,11 +11,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llmq.profiles.errors import FailedError
 
+if TYPE_CHECKING:
+    import httpx
+
 _READY = re.compile(r"llmq serve: (http://\S+)/v1\b")
 _END_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 600.0  # without a byte
 
 
 @contextlib.contextmanager
@@ -82,36 +87,57 @@ class ChatTiming:
 
 
 class StreamedChat:
-    """One chat completion over HTTP. Iterate for its text as it comes; then `timing` is there."""
+    """One chat completion over HTTP. Iterate for its text as it comes; then `timing` and `finish_reason` are there.
 
-    def __init__(self, base_url: str, model: str, prompt: str, max_tokens: int) -> None:
+    Leaving the iteration early closes the connection, which ends the answer at the server too.
+    """
+
+    def __init__(self, base_url: str, body: dict[str, Any], *, api_key: str | None = None) -> None:
+        """`body`: model, messages, and how to sample. It is sent as a stream with usage."""
         self._url = f"{base_url}/v1/chat/completions"
-        self._body = {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self._body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        self._headers = authorization(api_key)
         self.timing: ChatTiming | None = None
+        self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
+        """Raises FailedError in the server's words where it refuses or breaks off."""
         import httpx
 
         started_s, first_s, num_tokens = time.perf_counter(), None, 0
-        with httpx.stream("POST", self._url, json=self._body, timeout=120.0, trust_env=False) as response:
-            if response.status_code != 200:
-                raise FailedError(f"the server answered {response.status_code}: {response.read().decode()}")
-            for event in _events(response.iter_lines()):
-                if usage := event.get("usage"):
-                    num_tokens = usage["completion_tokens"]
-                text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
-                if text:
-                    first_s = first_s or time.perf_counter()
-                    yield text
+        try:
+            with httpx.stream(
+                "POST", self._url, json=self._body, headers=self._headers, timeout=_ANSWER_TIMEOUT_S, trust_env=False
+            ) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise FailedError(f"the server answered {response.status_code}: {error_message(response)}")
+                for event in _events(response.iter_lines()):
+                    if usage := event.get("usage"):
+                        num_tokens = usage["completion_tokens"]
+                    choices = event.get("choices") or []
+                    for choice in choices:
+                        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+                    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+                    if text:
+                        first_s = first_s or time.perf_counter()
+                        yield text
+        except httpx.HTTPError as error:
+            raise FailedError(f"the server broke off: {error or type(error).__name__}") from None
         ended_s = time.perf_counter()
         self.timing = ChatTiming(num_tokens, (first_s or ended_s) - started_s, ended_s - started_s)
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def error_message(response: "httpx.Response") -> str:
+    """What an OpenAI-shaped server says of its refusal, else the body as it is."""
+    try:
+        return response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict]:

@@ -14,6 +14,7 @@ VERBS = {
     "quantize": "Make a 4-bit, INT8 or FP8 checkpoint, and report what was done to each layer.",
     "eval": "Perplexity, divergence from a baseline, and tasks, on the runtime that serves.",
     "serve": "An OpenAI-compatible server on the paged runtime.",
+    "chat": "Talk to a model in the terminal: one served for the time being, or a server's.",
     "batch": "A file of OpenAI batch requests through the engine at full batch, durable and resumable.",
     "inspect": "What is in a checkpoint: architecture, format of each layer, bytes.",
     "doctor": "What this machine has and lacks, and what each lack means.",

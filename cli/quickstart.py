@@ -236,7 +236,9 @@ def chat(quantized: Path, threads: int | None, narrator: Narrator) -> Facts:
     options = [] if threads is None else ["--threads", str(threads)]
     with serving(quantized, "--max-model-len", str(WINDOW), *options) as url:
         narrator.text(f"llmq serve is up at {url}/v1 (OpenAI's API). Asking: {PROMPT}\n")
-        answer = StreamedChat(url, quantized.name, PROMPT, MAX_ANSWER_TOKENS)
+        messages = [{"role": "user", "content": PROMPT}]
+        body = {"model": quantized.name, "messages": messages, "max_tokens": MAX_ANSWER_TOKENS, "temperature": 0}
+        answer = StreamedChat(url, body)
         pieces = []
         narrator.piece("  ")
         for piece in answer:

@@ -24,6 +24,10 @@ def started(monkeypatch) -> list[subprocess.Popen]:
     return processes
 
 
+def asking(model: str, **sampling) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, **sampling}
+
+
 def is_gone(session: int) -> bool:
     """Neither the server nor its engine is left. The engine may take a moment after its parent."""
     for _ in range(50):
@@ -37,7 +41,7 @@ def is_gone(session: int) -> bool:
 
 def test_a_streamed_chat_and_then_nothing_left(tiny_llama, started):
     with serving(tiny_llama(), "--threads", "1") as url:
-        chat = StreamedChat(url, tiny_llama().name, "hi", max_tokens=12)
+        chat = StreamedChat(url, asking(tiny_llama().name, max_tokens=12))
         pieces = list(chat)
     assert pieces
     assert 1 <= chat.timing.num_tokens <= 12
@@ -63,4 +67,4 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path):
 
 def test_an_answer_that_is_no_success_is_an_error_with_the_server_s_words(tiny_llama, started):
     with serving(tiny_llama(), "--threads", "1") as url, pytest.raises(FailedError, match="404"):
-        list(StreamedChat(url, "another", "hi", max_tokens=2))
+        list(StreamedChat(url, asking("another", max_tokens=2)))

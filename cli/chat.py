@@ -1,0 +1,206 @@
+"""`llmq chat`: talk to a model in the terminal."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmq.cli import console
+from llmq.profiles.errors import FailedError, InputError
+
+if TYPE_CHECKING:
+    from llmq.cli.local_server import StreamedChat
+
+app = typer.Typer(add_completion=False)
+
+HELP = """\
+/system TEXT  what the model is told about its role; without TEXT: nothing. Begins anew
+/reset        forget the conversation, keep the role
+/exit         leave, as Ctrl-D does. Ctrl-C stops an answer"""
+
+
+@app.command()
+def chat(
+    target: Annotated[
+        str, typer.Argument(help="A model to serve here (folder, .gguf file, hub id, alias), or the URL of a server.")
+    ] = "smollm2-135m",
+    model: Annotated[str | None, typer.Option(help="Which model of a URL. Default: its first.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told about its role.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer. Default: what fits.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="The same answers for the same conversation.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="LLMQ_API_KEY", help="Of a URL.", show_default=False)] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Of a model served here, as for llmq serve.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a model served here.")] = None,
+) -> None:
+    """Chat with a model that is served for the time being, or with a server that is there already.
+
+    Commands: /system TEXT, /reset, /exit. Ctrl-C stops an answer. Piped, each line of the input is a message and
+    the answers are all that comes out.
+    """
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    options = ["--kv-dtype", kv_dtype, *(["--threads", str(threads)] if threads else [])]
+    with _server(target, options, interactive) as url:
+        name = _model_name(url, model, api_key)
+        if interactive:
+            console.status(f"llmq chat: {name} at {url} · /help for commands")
+
+        def ask(messages: list[dict[str, str]]) -> "StreamedChat":
+            from llmq.cli.local_server import StreamedChat
+
+            return StreamedChat(url, {"model": name, "messages": messages, **sampling}, api_key=api_key)
+
+        conversation = Conversation(ask, system, interactive=interactive)
+        for line in _typed_lines() if interactive else _piped_lines():
+            if not conversation.take(line):
+                break
+
+
+class Conversation:
+    """The turns so far. A piped one raises where an interactive one tells and goes on."""
+
+    def __init__(
+        self, ask: Callable[[list[dict[str, str]]], "StreamedChat"], system: str | None, *, interactive: bool
+    ) -> None:
+        self._ask = ask
+        self._interactive = interactive
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        self._reset()
+
+    def take(self, line: str) -> bool:
+        """A message or a command; False: it was the last."""
+        text = line.strip()
+        if not text:
+            return True
+        if not text.startswith("/"):
+            self._answer(text)
+            return True
+        command, _, rest = text.partition(" ")
+        if command == "/exit":
+            return False
+        if command == "/reset":
+            self._reset()
+        elif command == "/system":
+            self._system = rest.strip() or None
+            self._reset()
+        elif command == "/help":
+            console.status(HELP)
+        else:
+            self._complain(f"no command {command}; there are /system, /reset, /help and /exit")
+        return True
+
+    def _reset(self) -> None:
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _answer(self, text: str) -> None:
+        """Stream an answer and remember it, what came before Ctrl-C included. A failed one leaves no trace."""
+        turn = {"role": "user", "content": text}
+        answer = self._ask([*self.messages, turn])
+        pieces: list[str] = []
+        stopped = False
+        try:
+            with contextlib.closing(iter(answer)) as stream:
+                for piece in stream:
+                    pieces.append(piece)
+                    console.write(_harmless(piece) if self._interactive else piece)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            stopped = True
+        except FailedError as error:
+            if pieces:
+                console.print_text()
+            self._complain(str(error))
+            return
+        console.print_text()
+        self.messages += [turn, {"role": "assistant", "content": "".join(pieces)}]
+        if self._interactive:
+            console.status("(stopped)" if stopped else _timing_line(answer))
+
+    def _complain(self, message: str) -> None:
+        if not self._interactive:
+            raise FailedError(message)
+        console.warn(message)
+
+
+def _timing_line(answer: "StreamedChat") -> str:
+    timing = answer.timing
+    parts = [f"{timing.num_tokens} tokens", f"TTFT {console.format_duration(timing.ttft_s)}"]
+    if timing.num_tokens > 1:
+        parts.append(f"{timing.tokens_per_s:.1f} tokens/s")
+    if answer.finish_reason == "length":
+        parts.append("cut: no more tokens fit or were allowed")
+    return f"({' · '.join(parts)})"
+
+
+def _harmless(text: str) -> str:
+    """Without the control characters by which a text could command the terminal."""
+    return "".join(letter for letter in text if letter in "\n\t" or (letter >= " " and not "\x7f" <= letter <= "\x9f"))
+
+
+@contextlib.contextmanager
+def _server(target: str, options: list[str], interactive: bool) -> Iterator[str]:
+    """The base URL of `target`: where it is one itself, or of a server that lives as long as the block."""
+    if target.startswith(("http://", "https://")):
+        yield target.rstrip("/").removesuffix("/v1")
+        return
+    from llmq.cli.local_server import serving
+    from llmq.profiles.checkpoint import find_model
+
+    with console.progress() as progress:
+        folder = find_model(target, progress=progress)
+    if interactive:
+        console.status(f"llmq chat: loading {folder}")
+    with serving(folder, *options) as url:
+        yield url
+
+
+def _model_name(url: str, wanted: str | None, api_key: str | None) -> str:
+    """The model to ask for. Raises InputError where the server has it not, wants a key, or is none."""
+    import httpx
+
+    from llmq.cli.local_server import authorization, error_message
+
+    try:
+        response = httpx.get(f"{url}/v1/models", headers=authorization(api_key), timeout=30, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise InputError(f"nothing answers at {url}: {error or type(error).__name__}") from None
+    if response.status_code == 401:
+        raise InputError(f"{url}: {error_message(response)} (--api-key, or LLMQ_API_KEY)")
+    try:
+        names = [one["id"] for one in response.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        raise InputError(f"{url}/v1/models is not OpenAI's list of models (status {response.status_code})") from None
+    if not names or (wanted is not None and wanted not in names):
+        raise InputError(f"{url} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
+    return wanted or names[0]
+
+
+def _typed_lines() -> Iterator[str]:
+    """What is typed after a prompt, with editing and history, until Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() then edits lines)
+
+    while True:
+        try:
+            yield _text(input("> "))
+        except KeyboardInterrupt:
+            console.status("\n(Ctrl-D or /exit to leave)")
+        except EOFError:
+            console.print_text()
+            return
+
+
+def _piped_lines() -> Iterator[str]:
+    yield from map(_text, sys.stdin)
+
+
+def _text(line: Any) -> str:
+    """As Unicode can carry it: bytes that were none are shown as such."""
+    return line.encode(errors="surrogateescape").decode(errors="replace")
