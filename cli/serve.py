@@ -64,6 +64,13 @@ def serve(
         float | None,
         typer.Option(min=0.001, help="Seconds from arrival to the last token, then 504. Default: no limit."),
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request does not "
+            "say: model (its generation_config.json) or openai (1, 1, off, off, 1)."
+        ),
+    ] = "model",
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
@@ -87,6 +94,8 @@ def serve(
         raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
     if any(not key for key in api_key or ()):
         raise InputError("--api-key is empty: give a key, or leave it away")
+    if generation_config not in ("model", "openai"):
+        raise InputError(f"--generation-config {generation_config}: one of model, openai")
     if salt_per_key and not api_key:
         raise InputError("--salt-per-key: there is no --api-key")
     with console.progress() as progress:
@@ -116,6 +125,7 @@ def serve(
             api_keys=api_key or [],
             salt_per_key=salt_per_key,
             request_timeout_s=request_timeout,
+            generation_config=generation_config,
             max_queue=max_queue,
             drain_timeout_s=drain_timeout,
         )

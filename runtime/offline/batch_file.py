@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmq.profiles.errors import InputError
+from llmq.runtime.server.chat_schema import ChatRequest
 from llmq.runtime.server.errors import ApiError
-from llmq.runtime.server.schema import ChatRequest, CompletionRequest, explain
+from llmq.runtime.server.schema import CompletionRequest, explain
 
 _REQUESTS = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 

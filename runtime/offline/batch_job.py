@@ -10,13 +10,14 @@ from typing import Any
 
 from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
+from llmq.runtime.frontend.generation_defaults import generation_defaults
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.offline.batch_file import BatchFile, BatchLine, parse_request
 from llmq.runtime.offline.batch_output import BatchOutput
 from llmq.runtime.offline.local_engine import LocalEngine, SteppedEngine
+from llmq.runtime.server.chat_schema import ChatRequest
 from llmq.runtime.server.errors import ApiError
 from llmq.runtime.server.metrics import ServerMetrics
-from llmq.runtime.server.schema import ChatRequest
 from llmq.runtime.server.service import Service
 from llmq.runtime.server.streaming import collect
 
@@ -66,7 +67,14 @@ class BatchJob:
     async def _run(self, batch: BatchFile, output: BatchOutput) -> None:
         missing = [line for line in batch.lines if line.custom_id not in output.statuses]
         local = LocalEngine(self._engine)
-        service = Service(local, self._tokenizer, self._engine.info, ServerMetrics(), model_name=self._model_name)
+        service = Service(
+            local,
+            self._tokenizer,
+            self._engine.info,
+            ServerMetrics(),
+            model_name=self._model_name,
+            sampling_defaults=generation_defaults(self._tokenizer.folder),
+        )
         turns = iter(missing)
         self._progress("answered", 0, len(missing), unit="requests")
 

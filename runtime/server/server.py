@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import uvicorn
@@ -14,6 +15,7 @@ import uvicorn
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
+from llmq.runtime.frontend.generation_defaults import generation_defaults
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.server.app import create_app
 from llmq.runtime.server.callers import ApiKeys
@@ -37,6 +39,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
     max_queue: int | None = None  # sequences that may wait beyond max_num_seqs; None: no limit
     drain_timeout_s: float = 30.0
+    generation_config: Literal["model", "openai"] = "model"  # where sampling defaults come from
 
 
 class _Uvicorn(uvicorn.Server):
@@ -55,16 +58,23 @@ def serve(config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAN
     """
     listener = _bind(config.host, config.port)
     tokenizer = Tokenizer.from_folder(config.engine.model)
+    defaults = generation_defaults(config.engine.model) if config.generation_config == "model" else {}
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, tokenizer, listener, engine_command).run())
+        return runner.run(_Server(config, tokenizer, defaults, listener, engine_command).run())
 
 
 class _Server:
     def __init__(
-        self, config: ServerConfig, tokenizer: Tokenizer, listener: socket.socket, engine_command: Sequence[str]
+        self,
+        config: ServerConfig,
+        tokenizer: Tokenizer,
+        sampling_defaults: dict[str, Any],
+        listener: socket.socket,
+        engine_command: Sequence[str],
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._sampling_defaults = sampling_defaults
         self._listener = listener
         self._metrics = ServerMetrics()
         self._client = EngineClient(config.engine, command=engine_command, on_stats=self._metrics.set_engine_stats)
@@ -102,6 +112,7 @@ class _Server:
             max_queue=self._config.max_queue,
             max_num_seqs=self._config.engine.max_num_seqs,
             request_timeout_s=self._config.request_timeout_s,
+            sampling_defaults=self._sampling_defaults,
         )
         api_keys = ApiKeys(self._config.api_keys, salt_per_key=self._config.salt_per_key)
         server = _Uvicorn(
@@ -116,7 +127,7 @@ class _Server:
         )
         _listen(self._listener)
         answering = asyncio.ensure_future(server.serve(sockets=[self._listener]))
-        self._say(_ready_line(service, self._config, self._listener))
+        self._say(_ready_line(service, self._config, self._listener, self._sampling_defaults))
         died = asyncio.ensure_future(self._client.died.wait())
         await asyncio.wait({answering, signalled, died}, return_when=asyncio.FIRST_COMPLETED)
         if self._client.died.is_set():
@@ -154,7 +165,9 @@ class _Server:
         print(text, file=sys.stderr, flush=True)
 
 
-def _ready_line(service: Service, config: ServerConfig, listener: socket.socket) -> str:
+def _ready_line(
+    service: Service, config: ServerConfig, listener: socket.socket, sampling_defaults: dict[str, Any]
+) -> str:
     info, engine = service.info, config.engine
     host, port = listener.getsockname()[:2]
     parts = [
@@ -167,6 +180,9 @@ def _ready_line(service: Service, config: ServerConfig, listener: socket.socket)
         f"{engine.max_num_batched_tokens} tokens a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
     ]
+    if sampling_defaults:
+        listed = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
+        parts.append(f"unless asked otherwise: {listed} (generation_config.json)")
     if service.tokenizer.chat_template is None:
         parts.append("no chat template: /v1/chat/completions answers 400")
     return " · ".join(parts)

@@ -65,7 +65,9 @@ class Service:
         max_queue: int | None = None,
         max_num_seqs: int = 64,
         request_timeout_s: float | None = None,
+        sampling_defaults: dict[str, Any] | None = None,
     ) -> None:
+        """`sampling_defaults` hold where a request says nothing."""
         self.client = client
         self.tokenizer = tokenizer
         self.info = info
@@ -78,6 +80,7 @@ class Service:
         self._input = InputProcessor(tokenizer, info)
         self._chat_format = ChatFormat(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
+        self._sampling_defaults = sampling_defaults or {}
         self._request_timeout_s = request_timeout_s
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
 
@@ -104,7 +107,7 @@ class Service:
                         logprobs=0 if logprobs is None and selection.chooses else logprobs,
                         prompt_logprobs=prompt_logprobs if echo else None,
                         grammar=grammar,
-                        **request.sampling_fields(),
+                        **self._sampling_fields(request),
                     ),
                 )
                 for ids in token_ids
@@ -135,7 +138,7 @@ class Service:
                 prompt_param="messages",
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 grammar=grammar,
-                **request.sampling_fields(),
+                **self._sampling_fields(request),
             )
             generation = self._generation(
                 "chatcmpl", [Prompt(ids, params)], request, caller, selection, self._chat_format.shown
@@ -219,6 +222,11 @@ class Service:
             yield
         finally:
             self._running.remove(call.generation)
+
+    def _sampling_fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """Beams have no use for defaults of sampling."""
+        asked = {name: value for name, value in request.sampling_fields().items() if value is not None}
+        return asked if request.use_beam_search else self._sampling_defaults | asked
 
     def _generation(
         self,

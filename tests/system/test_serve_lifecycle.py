@@ -40,6 +40,8 @@ def test_what_the_kv_cache_cannot_hold_is_refused_before_the_weights_load(smollm
         (["--kv-cache-memory", "64M"], "64M"),
         (["--max-model-len", "9000", "--kv-cache-memory", "1GiB"], "8192"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--salt-per-key"], "--salt-per-key"),
+        (["--generation-config", "mine"], "--generation-config mine"),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization 90"),
     ],
 )

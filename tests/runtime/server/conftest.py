@@ -110,6 +110,7 @@ def serving(tokenizer: Tokenizer) -> Callable:
         request_timeout_s=None,
         folder=None,
         vocab_size=512,
+        sampling_defaults=None,
         **config,
     ) -> AsyncIterator[Serving]:
         engine = fake_engine.FakeEngine(
@@ -127,6 +128,7 @@ def serving(tokenizer: Tokenizer) -> Callable:
             max_queue=max_queue,
             max_num_seqs=max_num_seqs,
             request_timeout_s=request_timeout_s,
+            sampling_defaults=sampling_defaults,
         )
         app = create_app(service, api_keys=ApiKeys(api_keys))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from llmq.profiles.errors import InputError
+from llmq.runtime.frontend.generation_defaults import generation_defaults
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import BeamParams, TokenLogprobs
 
@@ -120,3 +123,40 @@ def test_timings_are_in_the_reply(serving: Callable, path: str):
         assert one["timings"]["tpot_ms"] is None
 
     run(body())
+
+
+def test_defaults_of_the_model_hold_where_a_request_says_nothing(serving: Callable):
+    async def body():
+        async with serving(sampling_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 40}) as s:
+            await s.post(TEXT, prompt="a", max_tokens=1)
+            await s.post(CHAT, messages=HI, max_tokens=1, temperature=0, top_k=-1)
+            await s.post(TEXT, prompt="a", max_tokens=1, use_beam_search=True)
+            sampled = [request.sampling_params for request in s.engine.added]
+        asked = [(one.temperature, one.top_p, one.top_k) for one in sampled]
+        assert asked == [(0.6, 0.9, 40), (0.0, 0.9, 0), (1.0, 1.0, 0)]
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {}),
+        ('{"eos_token_id": 2}', {}),
+        ('{"temperature": 0.6, "top_k": 20, "do_sample": true, "max_length": 20}', {"temperature": 0.6, "top_k": 20}),
+        ('{"temperature": 0.6, "repetition_penalty": 1.1, "do_sample": false}', {"repetition_penalty": 1.1}),
+        ('{"top_p": null, "min_p": 0.1}', {"min_p": 0.1}),
+        ('{"top_p": 1.5}', "top_p must be"),
+        ('{"top_k": true}', "top_k must be a number"),
+        ("{", "--generation-config openai"),
+        ("[]", "--generation-config openai"),
+    ],
+)
+def test_generation_config_is_read(tmp_path: Path, text: str | None, expected: dict | str):
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    if isinstance(expected, dict):
+        assert generation_defaults(tmp_path) == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            generation_defaults(tmp_path)
