@@ -121,7 +121,10 @@ class ShardWriter:
         (self.folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
     def _write(self) -> None:
-        save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})
+        part = self._part(len(self._shards))
+        save_file(self._held, part, metadata={"format": "pt"})
+        # safetensors makes files that their owner alone can read; the folder has the user's own umask.
+        part.chmod(self.folder.stat().st_mode & 0o666)
         self._shards.append(list(self._held))
         self._held, self._held_bytes = {}, 0
 

@@ -82,12 +82,14 @@ def test_companions_are_all_but_weights_and_config(tmp_path):
 
 
 def test_one_file_where_it_fits(tmp_path):
+    tmp_path.chmod(0o755)
     writer = ShardWriter(tmp_path)
     shared = torch.arange(8.0)
     writer.add("a", shared[:4])
     writer.add("b", shared)  # shares storage with a: safetensors alone would refuse
     writer.finish()
     assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o666 == tmp_path.stat().st_mode & 0o666
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(stored["a"], shared[:4])
     assert torch.equal(stored["b"], shared)
