@@ -51,6 +51,11 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
             f"--{recipe.method}: which norm feeds which linears is not known for model_type "
             f"{architecture.model_type!r} ({', '.join(MAPPINGS)} are known)"
         )
+    if recipe.method in ("gptq", "fp8") and architecture.family is not None and architecture.family.experts is not None:
+        raise InputError(
+            f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
+            "they are stored one by one; --rtn quantizes them"
+        )
     _check_extras(recipe)
     dtype = architecture.dtype.removeprefix("torch.")
     if dtype not in _DTYPE_BYTES:

@@ -39,7 +39,8 @@ class Selection:
 
 
 def select_targets(checkpoint: Checkpoint, ignore: tuple[str, ...] = ()) -> Selection:
-    """Every linear of the decoder layers, but those that `ignore` names. The embedding and the head stay in 16 bit.
+    """Every linear of the decoder layers, but those that `ignore` names. The embedding, the head and the routers of
+    experts stay in 16 bit.
 
     A pattern is `re:` and a regular expression that matches a module's name from its start (as in compressed-tensors),
     or a run of the words between the name's dots: `down_proj`, `layers.0`, `model.layers.3.mlp.up_proj`.
@@ -52,7 +53,11 @@ def select_targets(checkpoint: Checkpoint, ignore: tuple[str, ...] = ()) -> Sele
     is_tied = HEAD + ".weight" not in checkpoint.tensors
     left_alone = {HEAD: "tied to the embedding: stored once, in 16 bit" if is_tied else "the head stays in 16 bit"}
     targets = []
+    experts = checkpoint.architecture.family and checkpoint.architecture.family.experts
     for name, target in linears.items():
+        if experts and name.endswith(f".{experts.router}"):
+            left_alone[name] = "the router of the experts stays in 16 bit"
+            continue
         pattern = next((pattern for pattern in ignore if names(pattern, name)), None)
         if pattern is None:
             targets.append(target)
