@@ -12,22 +12,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmq.runtime.server.callers import ApiKeys, Caller
 from llmq.runtime.server.chat_schema import ChatRequest
 from llmq.runtime.server.errors import ApiError, unavailable
+from llmq.runtime.server.page import PAGE_ROUTES, add_page_routes
 from llmq.runtime.server.schema import CompletionRequest, GenerationRequest, explain
 from llmq.runtime.server.service import Call, Service
 from llmq.runtime.server.streaming import ClientGoneError, EventStreamResponse, collect, events, until_disconnect
 from llmq.runtime.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 
 MAX_BODY_BYTES = 32 * 2**20
-OPEN_ROUTES = ("/health",)  # answered without a key
+OPEN_ROUTES = ("/health", *PAGE_ROUTES)  # answered without a key
 CLIENT_CLOSED_REQUEST = 499  # nginx's word; nobody reads it
 
 
 def create_app(service: Service, *, api_keys: ApiKeys | None = None) -> FastAPI:
-    """All routes for one model. With keys every route but /health wants `Authorization: Bearer KEY`."""
+    """All routes for one model. With keys every route but /health and the page's files wants
+    `Authorization: Bearer KEY`."""
     app = FastAPI(title="llmq", version=version("llmq-toolkit"), docs_url=None, redoc_url=None)
     _add_openai_routes(app, service)
     _add_tokenizer_routes(app, service)
     _add_operator_routes(app, service)
+    add_page_routes(app)
     _add_error_handlers(app)
     app.add_middleware(_Guard, api_keys=api_keys or ApiKeys())
     return app

@@ -374,17 +374,17 @@ def test_not_found_and_wrong_method_have_the_same_shape(serving: Callable):
     run(body())
 
 
-def test_every_route_but_health_wants_the_key(serving: Callable):
+def test_every_route_but_health_and_the_page_wants_the_key(serving: Callable):
     async def body():
         async with serving(api_keys=["k1"]) as s:
             paths = sorted({route.path.split("{")[0] for route in s.app.routes if hasattr(route, "path")})
             assert {"/health", "/metrics", "/openapi.json", TEXT, CHAT} <= set(paths)
-            for path in [*paths, "/tokenize", "/"]:
+            for path in [*paths, "/tokenize", "/nowhere"]:
                 for key in (None, "Bearer k2", "Bearer ", "k1", "Bearer k1 "):
                     headers = {} if key is None else {"authorization": key}
                     for method in ("GET", "POST"):
                         response = await s.http.request(method, path, headers=headers)
-                        if path == "/health":
+                        if path in ("/health", "/", "/page.css", "/page.js"):
                             assert response.status_code in (200, 405)
                         else:
                             assert response.status_code == 401, path
