@@ -38,10 +38,14 @@ class Selection:
         """Raises InvalidRequestError."""
         n = 1 if request.n is None else request.n
         check_range("n", n)
+        check_range("priority", request.priority)
         if request.use_beam_search:
             made = cls(n, n, _beams(request, n))
         else:
             made = cls(_best_of(request, n), n)
+        if request.max_tokens == 0 and (made.beams is not None or made.num_generated > 1):
+            param = "use_beam_search" if made.beams is not None else "n" if n > 1 else "best_of"
+            raise InvalidRequestError(f"{param}: not with max_tokens 0, where nothing is generated", param=param)
         if made.num_sequences * num_prompts > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"n: {made.num_sequences} sequences of {num_prompts} prompts are more than the {MAX_SEQUENCES} "

@@ -12,22 +12,23 @@ class SequenceTimes:
     queue_s: float | None = None
     first_output_s: float | None = None
     last_output_s: float | None = None
-    num_tokens: int = 0
+    num_later_tokens: int = 0  # after the first output
 
     def note(self, since_arrival_s: float, num_tokens: int, queue_s: float | None) -> None:
         if self.first_output_s is None:
             self.first_output_s = since_arrival_s
+        else:
+            self.num_later_tokens += num_tokens
         self.last_output_s = since_arrival_s
-        self.num_tokens += num_tokens
         self.queue_s = queue_s if self.queue_s is None else self.queue_s
 
 
 def timings(sequences: list[SequenceTimes]) -> Json:
     """`queue_ms` until the call was first scheduled, `ttft_ms` until its first token (the queue included), `tpot_ms`
-    per token after a sequence's first, the mean of all sequences, `total_ms` until its last. None: there was none."""
+    per token after a sequence's first output, the mean of all, `total_ms` until its last. None: there was none."""
     queues = [one.queue_s for one in sequences if one.queue_s is not None]
     started = [one for one in sequences if one.first_output_s is not None]
-    spans = [(one.last_output_s - one.first_output_s, one.num_tokens - 1) for one in started if one.num_tokens > 1]
+    spans = [(one.last_output_s - one.first_output_s, one.num_later_tokens) for one in started if one.num_later_tokens]
     return {
         "queue_ms": _ms(min(queues, default=None)),
         "ttft_ms": _ms(min((one.first_output_s for one in started), default=None)),

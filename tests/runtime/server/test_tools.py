@@ -150,7 +150,7 @@ def test_a_forced_call_is_a_grammar(serving: Callable, folder, tokenizer, choice
             strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
             await s.post(CHAT, **wanted | {"tools": [strict]})
             forced, free, kept = (request.sampling_params.grammar for request in s.engine.added)
-            grammars = s.service._grammars
+            grammars = s.service._reader.grammars
         assert (answer["finish_reason"], len(answer["message"]["tool_calls"])) == (finish, 1)
         assert free is None
         call, ends = tokenizer.encode(CALL), [2]
