@@ -43,8 +43,8 @@ def batch(
 ) -> None:
     """Answer a batch: /v1/chat/completions and /v1/completions, bodies as `llmq serve` takes them.
 
-    Each result is on the disk before the next group is begun. After any end, kill -9 too, the same command computes
-    only what is missing; another input or model is refused. Results come in the order in which they are ready.
+    Results are appended as they come and synced in groups. After any end, kill -9 too, the same command computes only
+    what is missing; another input or model is refused. Results come in the order in which they are ready.
 
     Exit code 0: every request was answered; 1: some were refused or failed (their results say why); 2: nothing ran.
     """

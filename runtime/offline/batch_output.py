@@ -19,7 +19,8 @@ class BatchOutput:
     """Opened for one job: the same input, model and settings, or it is refused.
 
     What makes the job is kept beside the results, in `OUT.job`. A line is with the operating system as soon as it is
-    written (so that it survives kill -9) and on the disk within `SYNC_S` or `SYNC_LINES` lines. One process at a time.
+    written (so that it survives kill -9) and is synced to the disk with those around it: after `SYNC_LINES` lines, with
+    the first line later than `SYNC_S`, and at the end. One process at a time.
     """
 
     def __init__(self, path: Path, job: dict[str, Any], *, clock: Callable[[], float] = time.monotonic) -> None:
