@@ -39,6 +39,9 @@ def serve(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
     ] = False,
+    check_integrity: Annotated[
+        bool, typer.Option("--check-integrity", help="Verify the block pool after every step. For debugging.")
+    ] = False,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV-cache of prompts that begin alike.")] = True,
     served_model_name: Annotated[
         str | None, typer.Option(help="What requests call it. Default: the folder's name, or the id as given.")
@@ -112,6 +115,7 @@ def serve(
         memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
         batch_invariant=batch_invariant,
+        check_integrity=check_integrity,
         threads=threads,
     )
     _check_memory(path, engine)

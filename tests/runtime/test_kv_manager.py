@@ -66,13 +66,38 @@ class BlockMachine(RuleBasedStateMachine):
         else:
             request.token_ids.pop()
 
+    @rule(target=requests, request=requests)
+    def fork(self, request):
+        if request.request_id not in self.live:
+            return multiple()
+        self.count += 1
+        child = request.fork(f"r{self.count}", seed=None)
+        self.kv.fork(request.request_id, child.request_id)
+        self.live[child.request_id] = child
+        return child
+
+    @rule(request=requests)
+    def preempt(self, request):
+        """Gives its blocks back and comes again at once, if there is room, as a request that was never here."""
+        if self.live.pop(request.request_id, None) is None:
+            return
+        self.kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        hit = self.kv.get_computed_blocks(request)
+        if self.kv.allocate_slots(request, request.num_tokens - hit.num_tokens, hit):
+            request.num_computed_tokens = hit.num_tokens
+            self.live[request.request_id] = request
+            self._compute(request)
+
     @rule(request=consumes(requests))
     def free(self, request):
         if self.live.pop(request.request_id, None):
             self.kv.free(request.request_id)
 
     def _compute(self, request: Request) -> None:
-        """Write the new tokens as the runner would, then commit them."""
+        """Copy blocks and write the new tokens as the runner would, then commit them."""
+        for source, target in self.kv.take_block_copies():
+            self.written[target] = self.written[source]
         for index, (group, ids) in enumerate(
             zip(self.layout.groups, self.kv.block_ids(request.request_id), strict=True)
         ):
@@ -94,7 +119,8 @@ class BlockMachine(RuleBasedStateMachine):
                 zip(self.layout.groups, self.kv.block_ids(request.request_id), strict=True)
             ):
                 size, window = group.block_tokens, group.spec.window
-                seen_from = 0 if window is None else max(0, request.num_tokens - window)
+                # The next query's view: what only earlier ones saw may have been given back.
+                seen_from = 0 if window is None else max(0, request.num_tokens - window + 1)
                 for position in range(seen_from // size, len(ids)):
                     tokens = tuple(request.token_ids[: (position + 1) * size])
                     assert self.written[ids[position]] == (index, position, request.cache_salt, tokens)
