@@ -4,13 +4,13 @@ A grammar travels as text, in llguidance's own JSON. The HTTP process makes and 
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from llmq.runtime.frontend.errors import InvalidRequestError
 from llmq.runtime.frontend.tokenizer import Tokenizer
@@ -43,13 +43,18 @@ class GrammarCompiler:
             raise InvalidRequestError(f"{param}: this model has no end token, so no text would ever end", param=param)
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(f"{param}: larger than {MAX_GRAMMAR_BYTES // 2**20} MiB", param=param)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary)
-        matcher = None if failed else self.matcher(grammar)
-        if matcher is not None:
+
+        def refusal(why: str) -> InvalidRequestError:
+            return InvalidRequestError(f"{param} cannot be followed: {why.strip()}", param=param)
+
+        with panics_raise(refusal):
+            failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary)
+            if failed:
+                raise refusal(messages[0])
+            matcher = self.matcher(grammar)
             matcher.compute_bitmask()  # what is too complex shows only now
-        if matcher is None or matcher.is_error():
-            why = messages[0] if matcher is None else matcher.get_error()
-            raise InvalidRequestError(f"{param} cannot be followed: {why.strip()}", param=param)
+            if matcher.is_error():
+                raise refusal(matcher.get_error())
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -89,5 +94,16 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """A Lark grammar, or GBNF, llama.cpp's. Raises ValueError."""
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+    """A Lark grammar in llguidance's dialect."""
+    return LLMatcher.grammar_from_lark(text)
+
+
+@contextmanager
+def panics_raise(make_error: Callable[[str], Exception]) -> Iterator[None]:
+    """llguidance is written in Rust, and a panic there is no Exception here: it would pass every handler."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise make_error(f"llguidance failed: {error}") from None

@@ -34,10 +34,9 @@ def grammar_of_structured_outputs(fields: dict[str, Any]) -> str:
         if not 1 <= len(value) <= MAX_CHOICES or "" in value:
             raise _invalid(f"choice must hold 1 to {MAX_CHOICES} texts, none of them empty")
         return choice_grammar(value)
-    try:
-        return lark_grammar(value)
-    except Exception as error:  # the converter's own
-        raise _invalid(f"grammar is neither Lark nor GBNF: {error}") from error
+    if "::=" in value:
+        raise _invalid("grammar must be in Lark's notation (rule: …), this is GBNF or EBNF (rule ::= …)")
+    return lark_grammar(value)
 
 
 def _json(schema: Any, param: str) -> str:

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.faults import RequestFaultError
-from llmq.runtime.frontend.grammar import GrammarCompiler
+from llmq.runtime.frontend.grammar import GrammarCompiler, panics_raise
 
 
 @dataclass
@@ -32,9 +32,10 @@ class GrammarMask:
 
         Raises RequestFaultError where the grammar became too complex to follow.
         """
-        state = self._advance(request)
-        bits = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
-        _check(state.matcher)
+        with panics_raise(RequestFaultError):
+            state = self._advance(request)
+            bits = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
+            _check(state.matcher)
         allowed = np.zeros(len(row), dtype=bool)
         known = np.unpackbits(bits, bitorder="little")[: len(row)]
         allowed[: len(known)] = known

@@ -60,7 +60,7 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = Field(None, description="Lark or GBNF.")
+    grammar: str | None = Field(None, description="Lark, in llguidance's dialect.")
 
 
 class GenerationRequest(Strict):
