@@ -93,11 +93,6 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-def lark_grammar(text: str) -> str:
-    """A Lark grammar in llguidance's dialect."""
-    return LLMatcher.grammar_from_lark(text)
-
-
 @contextmanager
 def panics_raise(make_error: Callable[[str], Exception]) -> Iterator[None]:
     """llguidance is written in Rust, and a panic there is no Exception here: it would pass every handler."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from llmq.runtime.frontend.errors import InvalidRequestError
-from llmq.runtime.frontend.grammar import ANY_OBJECT, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from llmq.runtime.frontend.grammar import ANY_OBJECT, choice_grammar, json_grammar, regex_grammar
 
 MAX_CHOICES = 1000
 
@@ -19,7 +19,7 @@ def grammar_of_response_format(response_format: dict[str, Any]) -> str | None:
 
 
 def grammar_of_structured_outputs(fields: dict[str, Any]) -> str:
-    """vLLM's field: exactly one of `json`, `json_object`, `regex`, `choice`, `grammar`."""
+    """vLLM's field: exactly one of `json`, `json_object`, `regex`, `choice`."""
     given = {name: value for name, value in fields.items() if value not in (None, False)}
     if len(given) != 1:
         raise _invalid(f"exactly one of {', '.join(fields)} must be given, got {', '.join(given) or 'none'}")
@@ -30,13 +30,9 @@ def grammar_of_structured_outputs(fields: dict[str, Any]) -> str:
         return _json(value, "structured_outputs")
     if kind == "regex":
         return regex_grammar(value)
-    if kind == "choice":
-        if not 1 <= len(value) <= MAX_CHOICES or "" in value:
-            raise _invalid(f"choice must hold 1 to {MAX_CHOICES} texts, none of them empty")
-        return choice_grammar(value)
-    if "::=" in value:
-        raise _invalid("grammar must be in Lark's notation (rule: …), this is GBNF or EBNF (rule ::= …)")
-    return lark_grammar(value)
+    if not 1 <= len(value) <= MAX_CHOICES or "" in value:
+        raise _invalid(f"choice must hold 1 to {MAX_CHOICES} texts, none of them empty")
+    return choice_grammar(value)
 
 
 def _json(schema: Any, param: str) -> str:

@@ -54,13 +54,13 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's field of this name: exactly one of these."""
+    """vLLM's field of this name: exactly one of these. Not its `grammar`: llguidance takes time without bound for
+    grammars with ambiguous borders between lexemes (`start: /x+/ /x+/`), and anybody could stop the engine."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="A JSON Schema.")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = Field(None, description="Lark, in llguidance's dialect.")
 
 
 class GenerationRequest(Strict):

@@ -243,7 +243,6 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (TEXT, {"prompt": "a", "structured_outputs": {"regex": "a("}}, "structured_outputs"),
         (TEXT, {"prompt": "a", "structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs"),
         (TEXT, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
-        (TEXT, {"prompt": "a", "structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs"),
         (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
         (
             TEXT,
