@@ -78,7 +78,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
 
-    Also /health (does the engine move forward), /ready, /metrics (Prometheus), /version.
+    Also /tokenize, /detokenize, /health (does the engine move forward), /ready, /metrics (Prometheus), /version. Every
+    answer has `timings` in milliseconds: queue_ms, ttft_ms, tpot_ms, total_ms.
 
     SIGTERM or Ctrl-C: new requests get 503, running ones finish, exit 0; a second signal ends at once. When the engine
     dies every request gets 503 and the server exits with 1.
