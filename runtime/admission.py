@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmq.profiles.kv_spec import KVCacheGroup
+from llmq.runtime.kv_manager import KVCacheManager, PrefixHit
 from llmq.runtime.request import Request
 
 # Lengths of this many finished requests are remembered, and believed once there are MIN_HISTORY of them.
@@ -42,6 +43,31 @@ class LengthHistory:
             return most
         index = len(self._sorted) - longer + min(longer - 1, int(longer * QUANTILE))
         return min(most, self._sorted[index] - done)
+
+
+class Admission:
+    """Admitting by what fits now alone is what makes a full pool thrash: each preemption throws away what it computed."""
+
+    def __init__(self, kv: KVCacheManager, max_model_len: int) -> None:
+        self.lengths = LengthHistory()
+        self.num_deferrals = 0
+        self._kv = kv
+        self._max_model_len = max_model_len
+
+    def has_room(self, request: Request, hit: PrefixHit, running: Sequence[Request]) -> bool:
+        """Whether `request` fits now, and will together with all of `running` until they have ended."""
+        if self._kv.blocks_to_admit(request, hit) > self._kv.pool.num_free_blocks:
+            return False
+        if not running:
+            return True
+        together = [*running, request]
+        remaining = [
+            min(self.lengths.expected_remaining(one), self._max_model_len - one.num_tokens) for one in together
+        ]
+        peak = peak_blocks(self._kv.groups, [one.num_tokens for one in together], remaining)
+        fits = peak <= self._kv.pool.num_blocks
+        self.num_deferrals += not fits
+        return fits
 
 
 def peak_blocks(groups: Sequence[KVCacheGroup], num_tokens: Sequence[int], remaining: Sequence[int]) -> int:

@@ -128,7 +128,7 @@ class Engine:
             prefix_cache_hits=kv.prefix_cache_hits,
             num_preemptions=self.scheduler.num_preemptions,
             preempted_tokens=self.scheduler.preempted_tokens,
-            num_deferrals=self.scheduler.num_deferrals,
+            num_deferrals=self.scheduler.admission.num_deferrals,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:

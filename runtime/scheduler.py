@@ -3,10 +3,10 @@
 import bisect
 from collections.abc import Iterable
 
-from llmq.runtime.admission import LengthHistory, peak_blocks
+from llmq.runtime.admission import Admission
 from llmq.runtime.beam_search import BeamSearch
 from llmq.runtime.fair_queue import FairQueue
-from llmq.runtime.kv_manager import KVCacheManager, PrefixHit
+from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineRequest, FinishReason, Request, RequestOutput
 from llmq.runtime.scheduler_output import NewRequest, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
@@ -30,8 +30,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.running: list[Request] = []  # in `Request.order`
         self.waiting = FairQueue()
-        self.lengths = LengthHistory()
-        self.num_preemptions = self.preempted_tokens = self.num_deferrals = 0
+        self.admission = Admission(kv, max_model_len)
+        self.num_preemptions = self.preempted_tokens = 0
         self._requests: dict[str, Request] = {}
         self._parents: dict[str, Request] = {}  # of forks that are still to come
         self._searches: dict[str, BeamSearch] = {}  # by the name of the request that started it
@@ -131,7 +131,7 @@ class Scheduler:
             hit = self.kv.get_computed_blocks(request)
             if hit.continues_soon and scheduled:
                 continue  # the same prefix is being computed: it waits, and takes it from the cache
-            if not self._has_room(request, hit, is_alone=not scheduled):
+            if not self.admission.has_room(request, hit, self.running if scheduled else ()):
                 return  # nobody overtakes: a large request would wait for ever
             num_new = min(request.num_tokens - hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit):
@@ -140,25 +140,6 @@ class Scheduler:
             self._admit(request, hit.num_tokens)
             scheduled.append((request, num_new))
             budget -= num_new
-
-    def _has_room(self, request: Request, hit: PrefixHit, is_alone: bool) -> bool:
-        """Whether `request` fits now, and will together with all that run until they have ended.
-
-        Admitting by what fits now alone is what makes a full pool thrash: each preemption throws away what it computed.
-        """
-        if self.kv.blocks_to_admit(request, hit) > self.kv.pool.num_free_blocks:
-            return False
-        if is_alone:
-            return True
-        together = [*self.running, request]
-        peak = peak_blocks(
-            self.kv.groups,
-            [one.num_tokens for one in together],
-            [min(self.lengths.expected_remaining(one), self.max_model_len - one.num_tokens) for one in together],
-        )
-        fits = peak <= self.kv.pool.num_blocks
-        self.num_deferrals += not fits
-        return fits
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""
@@ -250,7 +231,7 @@ class Scheduler:
         request.prompt_logprobs_pending = False
         request.prompt_logprobs = []
         if reason:
-            self.lengths.record(request.num_output_tokens)
+            self.admission.lengths.record(request.num_output_tokens)
             self._finish(request)
         return output
 

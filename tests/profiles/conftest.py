@@ -1,4 +1,4 @@
-"""A model folder made without torch, and a hub on this machine: huggingface.co's endpoints, files from memory."""
+"""A model folder made without torch, and a hub on this machine: the model hub's endpoints, files from memory."""
 
 import hashlib
 import json

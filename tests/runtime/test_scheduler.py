@@ -155,7 +155,7 @@ def test_admission_looks_ahead_so_that_nothing_is_preempted():
     assert len(scheduler.running) == 2
     finish_all(scheduler)
     assert scheduler.num_preemptions == scheduler.preempted_tokens == 0
-    assert scheduler.num_deferrals > 0
+    assert scheduler.admission.num_deferrals > 0
 
 
 def test_admission_learns_how_long_answers_are():
@@ -181,7 +181,7 @@ def test_admission_learns_how_long_answers_are():
 def test_a_wrong_guess_is_mended_by_preemption():
     scheduler = make(num_blocks=12, budget=256)
     for length in [1] * 32:  # all that ended so far ended at once
-        scheduler.lengths.record(length)
+        scheduler.admission.lengths.record(length)
     for index in range(6):
         add(scheduler, str(index), 20, arrival=index, first_token=3 + index, max_tokens=100)
     finish_all(scheduler)

@@ -92,4 +92,4 @@ class Reference:
 
 def force_preemption(engine: Engine) -> None:
     """Let it admit whatever fits now, as if every request were about to end: a small pool then runs dry."""
-    engine.scheduler.lengths.expected_remaining = lambda request: 0
+    engine.scheduler.admission.lengths.expected_remaining = lambda request: 0
