@@ -46,7 +46,7 @@ class LengthHistory:
 
 
 class Admission:
-    """Admitting by what fits now alone is what makes a full pool thrash: each preemption throws away what it computed."""
+    """Admitting by what fits now alone makes a full pool thrash: each preemption throws away what it computed."""
 
     def __init__(self, kv: KVCacheManager, max_model_len: int) -> None:
         self.lengths = LengthHistory()
@@ -60,7 +60,8 @@ class Admission:
             return False
         if not running:
             return True
-        together = [*running, request]
+        # Forks that are still to come will each hold as much as their parent.
+        together = [one for one in (*running, request) for _ in range(1 + len(one.forks))]
         remaining = [
             min(self.lengths.expected_remaining(one), self._max_model_len - one.num_tokens) for one in together
         ]

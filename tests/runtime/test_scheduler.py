@@ -327,3 +327,21 @@ def test_overhead_of_a_step_with_256_running():
         results = {i.request_id: RequestResult(token_ids=[9]) for i in plan.scheduled}
         scheduler.update_from_output(plan, StepResult(results=results))
     print(f"schedule + update at 256 running: {(time.perf_counter() - start) / 50 * 1e3:.2f} ms")
+
+
+def test_forks_to_come_are_counted_before_they_are_there():
+    """12 blocks. A parent and three forks will hold 4 × 3; beside a request of 3 that runs they would not fit."""
+    scheduler = make(num_blocks=12, budget=256)
+    add(scheduler, "first", 20, max_tokens=20)
+    scheduler.add_request(
+        EngineRequest(
+            request_id="parent",
+            prompt_token_ids=[5] * 20,
+            sampling_params=SamplingParams(max_tokens=20),
+            forks=[("a", 1), ("b", 2), ("c", 3)],
+            arrival_time_s=1.0,
+        )
+    )
+    assert scheduled(step(scheduler)[0]) == {"first": 20}
+    scheduler.abort("first")
+    assert scheduled(step(scheduler)[0]) == {"parent": 20}
