@@ -195,6 +195,7 @@ def _build(config: EngineConfig) -> Engine:
         eos_token_ids=sorted(eos),
         num_blocks=plan.num_blocks,
         block_tokens=config.block_tokens,
+        num_kv_groups=len(plan.layout.groups),
         kv_cache_bytes=plan.kv_cache_bytes,
         weight_bytes=model.num_bytes,
         device=str(device),

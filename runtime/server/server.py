@@ -169,13 +169,17 @@ def _ready_line(
     service: Service, config: ServerConfig, listener: socket.socket, sampling_defaults: dict[str, Any]
 ) -> str:
     info, engine = service.info, config.engine
+    blocks = f"{info.num_blocks} blocks"
+    if info.num_kv_groups == 1:
+        blocks += f" × {info.block_tokens} = {info.num_blocks * info.block_tokens} tokens"
+    else:
+        blocks += f" for {info.num_kv_groups} kinds of layers"
     host, port = listener.getsockname()[:2]
     parts = [
         f"llmq serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1",
         f"model {service.model_name}",
         f"weights {format_bytes(info.weight_bytes)} on {info.device}",
-        f"KV-cache {info.num_blocks} blocks × {info.block_tokens} = {info.num_blocks * info.block_tokens} tokens, "
-        f"{format_bytes(info.kv_cache_bytes)}",
+        f"KV-cache {blocks}, {format_bytes(info.kv_cache_bytes)}",
         f"at most {info.max_model_len} tokens a request, {engine.max_num_seqs} requests and "
         f"{engine.max_num_batched_tokens} tokens a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
