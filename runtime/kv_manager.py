@@ -35,7 +35,7 @@ class KVCacheManager:
         self.groups = layout.groups
         self.pool = BlockPool(num_blocks)
         self._block_tokens = tuple(group.block_tokens for group in self.groups)
-        self._windows = tuple(group.spec.window for group in self.groups)
+        self._has_window = any(group.spec.window is not None for group in self.groups)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache_queries = 0  # tokens asked for, tokens found
         self.prefix_cache_hits = 0
@@ -74,10 +74,10 @@ class KVCacheManager:
         All or nothing: False when the pool cannot, and then the request holds what it held (blocks that left its
         window apart).
         """
-        num_computed = hit.num_tokens if hit else request.num_computed_tokens
         held = self._blocks.get(request.request_id) or tuple([] for _ in self.groups)
-        if hit is None and self._holds(held, num_computed, num_new_tokens):
+        if hit is None and self._holds(held, request.num_computed_tokens, num_new_tokens):
             return True
+        num_computed = hit.num_tokens if hit else request.num_computed_tokens
         self._release_outside_window(held, num_computed)
         lists = hit.blocks if hit else held
         missing = [
@@ -161,7 +161,10 @@ class KVCacheManager:
             return
         registered = self._num_registered[request.request_id]
         computed = request.num_computed_tokens
-        if all(computed // size <= done for size, done in zip(self._block_tokens, registered, strict=True)):
+        for size, done in zip(self._block_tokens, registered):  # noqa: B905 (asked at every decode step of every request)
+            if computed // size > done:
+                break
+        else:
             return
         self._extend_digests(request)
         for index, (group, blocks) in enumerate(zip(self.groups, self._blocks[request.request_id], strict=True)):
@@ -205,10 +208,10 @@ class KVCacheManager:
     def _holds(self, held: tuple[BlockList, ...], num_computed: int, num_new_tokens: int) -> bool:
         """Whether there is nothing to do: the new tokens fit in blocks that this request alone holds and none has left
         a window. What nearly every decode step finds, and therefore asked first."""
-        for size, window, blocks in zip(self._block_tokens, self._windows, held, strict=True):
-            if num_computed + num_new_tokens > len(blocks) * size or window is not None:
-                return False
-            if blocks[num_computed // size].ref_count > 1:
+        if self._has_window:
+            return False
+        for size, blocks in zip(self._block_tokens, held):  # noqa: B905
+            if num_computed + num_new_tokens > len(blocks) * size or blocks[num_computed // size].ref_count > 1:
                 return False
         return True
 

@@ -92,7 +92,7 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             request = self.running[position]
-            num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
             if request.is_held:
                 position += 1
                 continue
@@ -115,8 +115,11 @@ class Scheduler:
             # All that run wait for siblings that have no room (or none of it but their own): they give way.
             self._preempt(self.running[-1])
             self._admit_waiting(budget, scheduled)
+        served: dict[str, int] = {}
         for request, num_new in scheduled:
-            self.waiting.charge(request.tenant, num_new)
+            served[request.tenant] = served.get(request.tenant, 0) + num_new
+        for tenant, num_tokens in served.items():
+            self.waiting.charge(tenant, num_tokens)
         return self._plan(scheduled)
 
     def _admit_waiting(self, budget: int, scheduled: list[tuple[Request, int]]) -> None:
@@ -164,6 +167,8 @@ class Scheduler:
     def _advance(self, request: Request, made: RequestResult) -> list[RequestOutput]:
         """A request has caught up with itself: add the token that was sampled, or let its beam search decide."""
         if request.search is None:
+            if not request.forks:
+                return [self._commit_tokens(request, made)]
             children = [self._fork(request, name, seed) for name, seed in request.forks]
             request.forks = []
             for child in children:
