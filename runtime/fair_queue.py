@@ -11,12 +11,14 @@ class FairQueue:
 
     Fairness is the Virtual Token Counter of Sheng et al. 2024 (arXiv 2401.00588): each tenant is charged for the tokens
     it was served, the one charged least goes first, and a tenant that comes back after idling is lifted to the least of
-    those that stayed, so that it cannot save up. With one tenant this is first come, first served.
+    those that wait (to the one that waited last, where none does), so that it cannot save up. With one tenant this is
+    first come, first served.
     """
 
     def __init__(self) -> None:
         self._by_tenant: dict[str, list[Request]] = {}  # each in `Request.order`
         self._charged: dict[str, float] = {}
+        self._waited_last = ""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_tenant.values()))
@@ -28,7 +30,8 @@ class FairQueue:
         waiting = self._by_tenant.setdefault(request.tenant, [])
         if not waiting:
             others = [self._charged[tenant] for tenant, rest in self._by_tenant.items() if rest]
-            self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), min(others, default=0.0))
+            least = min(others, default=self._charged.get(self._waited_last, 0.0))
+            self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), least)
         # To the left of its equals: a preempted request is as old as it was.
         bisect.insort_left(waiting, request, key=_order)
 
@@ -37,6 +40,7 @@ class FairQueue:
         waiting.remove(request)
         if not waiting:
             del self._by_tenant[request.tenant]
+            self._waited_last = request.tenant
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Count tokens that `tenant` was served: prompt tokens computed and tokens generated alike."""

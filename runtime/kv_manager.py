@@ -195,7 +195,8 @@ class KVCacheManager:
 
     def _announce(self, request: Request) -> None:
         """Let requests that share its prefix wait for what this one is about to compute."""
-        digests = [digest for chain in request.block_digests for digest in chain]
+        hit = self._num_registered[request.request_id]
+        digests = [digest for chain, known in zip(request.block_digests, hit, strict=False) for digest in chain[known:]]
         self._announced[request.request_id] = digests
         for digest in digests:
             self._being_computed.setdefault(digest, request.request_id)

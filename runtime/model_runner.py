@@ -114,8 +114,9 @@ class ModelRunner:
             return RequestResult(error=error)
         if not sampled:
             return RequestResult(prompt_logprobs=prompt_logprobs)
-        own, *forks = sampled
+        own, *others = sampled
         request.token_ids.extend(own.token_ids)
+        forks = {name: made for (name, _), made in zip(request.forks, others, strict=True)}
         request.forks = []
         return msgspec.structs.replace(own, prompt_logprobs=prompt_logprobs, forks=forks)
 

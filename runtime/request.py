@@ -117,6 +117,11 @@ class Request:
         self.search: BeamSearch | None = None  # the beam search that decides its next token
 
     @property
+    def names(self) -> list[str]:
+        """Of the outputs that are owed: its own and those of forks to come, or those of its search's hypotheses."""
+        return [self.request_id, *(name for name, _ in self.forks)] if self.search is None else self.search.names
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

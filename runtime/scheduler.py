@@ -43,7 +43,7 @@ class Scheduler:
     def add_request(self, request: EngineRequest) -> None:
         names = [request.request_id, *(name for name, _ in request.forks)]
         for name in names:
-            if name in self._requests or name in self._parents or name in self._searches or names.count(name) > 1:
+            if self._is_in_use(name) or names.count(name) > 1:
                 raise ValueError(f"request id {name!r} is in use")
         state = Request(request)
         if request.beams is not None:
@@ -52,6 +52,10 @@ class Scheduler:
         self._requests[state.request_id] = state
         self._parents.update({name: state for name, _ in state.forks})
         self.waiting.push(state)
+
+    def _is_in_use(self, name: str) -> bool:
+        searched = (search.names for search in self._searches.values())
+        return name in self._requests or name in self._parents or any(name in names for names in searched)
 
     def _start_search(self, names: list[str], request: EngineRequest) -> BeamSearch:
         params = request.sampling_params
@@ -107,6 +111,11 @@ class Scheduler:
             scheduled.append((request, num_new))
             budget -= num_new
             position += 1
+        served: dict[str, int] = {}
+        for request, num_new in scheduled:
+            served[request.tenant] = served.get(request.tenant, 0) + num_new
+        for tenant, num_tokens in served.items():
+            self.waiting.charge(tenant, num_tokens)
 
         # Whoever was just preempted heads the queue: admitting now would take back the blocks that it gave.
         if not preempted:
@@ -115,11 +124,6 @@ class Scheduler:
             # All that run wait for siblings that have no room (or none of it but their own): they give way.
             self._preempt(self.running[-1])
             self._admit_waiting(budget, scheduled)
-        served: dict[str, int] = {}
-        for request, num_new in scheduled:
-            served[request.tenant] = served.get(request.tenant, 0) + num_new
-        for tenant, num_tokens in served.items():
-            self.waiting.charge(tenant, num_tokens)
         return self._plan(scheduled)
 
     def _admit_waiting(self, budget: int, scheduled: list[tuple[Request, int]]) -> None:
@@ -142,6 +146,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._admit(request, hit.num_tokens)
             scheduled.append((request, num_new))
+            self.waiting.charge(request.tenant, num_new)  # at once: who is next in this very step depends on it
             budget -= num_new
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
@@ -153,7 +158,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             made = result.results[item.request_id]
             if made.error is not None:
-                names = [request.request_id] if request.search is None else request.search.names
+                names = request.names
                 self.abort(names[0])
                 outputs += [RequestOutput(request_id=name, finish_reason="error", error=made.error) for name in names]
                 continue
@@ -173,7 +178,8 @@ class Scheduler:
             request.forks = []
             for child in children:
                 self._parents.pop(child.request_id)
-            return [self._commit_tokens(request, made), *map(self._commit_tokens, children, made.forks)]
+            firsts = [made, *(made.forks[child.request_id] for child in children)]
+            return [self._commit_tokens(*pair) for pair in zip([request, *children], firsts, strict=True)]
         search = request.search
         if not search.report(request.request_id, request.token_ids[request.num_prompt_tokens :], made.logprobs[0].top):
             return []
@@ -182,7 +188,7 @@ class Scheduler:
         search.live = {}
         for extension in extensions:
             self._num_beams += 1
-            child = self._fork(self._requests[extension.parent_id], f"beam {self._num_beams}", None)
+            child = self._fork(self._requests[extension.parent_id], f"{search.names[0]}/beam {self._num_beams}", None)
             child.token_ids.append(extension.token_id)
             search.live[child.request_id] = extension.logprob
         for parent in parents:

@@ -43,7 +43,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt positions predicted in this step, in order
-    forks: list["RequestResult"] = []  # the first tokens of `NewRequest.forks`
+    forks: dict[str, "RequestResult"] = {}  # the first tokens of `NewRequest.forks`, by name: some may have ended since
     error: str | None = None
 
 

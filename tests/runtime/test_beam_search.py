@@ -118,3 +118,17 @@ def test_what_a_search_cannot_honour_is_refused(tiny_llama, make_engine, width, 
     engine = make_engine(tiny_llama())
     with pytest.raises(ValueError, match=message):
         search(engine, width, count, max_tokens=3, **params)
+
+
+def test_the_names_of_all_hypotheses_are_taken(tiny_llama, make_engine):
+    engine = make_engine(tiny_llama())
+    search(engine, 3, 3, max_tokens=4)
+    engine.step()
+    for name in ("r", "r1", "r2"):
+        with pytest.raises(ValueError, match="in use"):
+            engine.add_request(
+                EngineRequest(request_id=name, prompt_token_ids=[5], sampling_params=SamplingParams(max_tokens=1))
+            )
+    assert sorted(output.request_id for output in finish(engine)) == ["r", "r1", "r2"]
+    search(engine, 3, 3, max_tokens=4)  # free again
+    assert len(finish(engine)) == 3

@@ -98,6 +98,25 @@ def test_forks_end_with_a_parent_that_ends_before_them_and_alone_after(tiny_llam
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
+def test_a_fork_that_is_aborted_early_leaves_the_others_their_seeds(tiny_llama, make_engine):
+    folder = tiny_llama()
+    expected = run_all(make_engine(folder), [PROMPT], params(3))[0].token_ids
+    engine = make_engine(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    engine.add_request(
+        EngineRequest(
+            request_id="parent", prompt_token_ids=PROMPT, sampling_params=params(1), forks=[("a", 2), ("b", 3)]
+        )
+    )
+    engine.step()  # the runner has been told of both
+    engine.abort(["a"])
+    made: dict[str, Collected] = {}
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            made.setdefault(output.request_id, Collected()).add(output)
+    assert made.keys() == {"parent", "b"}
+    assert made["b"].token_ids == expected
+
+
 def test_names_must_be_free(tiny_llama, make_engine):
     engine = make_engine(tiny_llama())
     for forks in ([("parent", 1)], [("x", 1), ("x", 2)]):

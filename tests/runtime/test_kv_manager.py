@@ -217,6 +217,28 @@ def test_window_blocks_are_given_back():
     assert most == WINDOW_ALONE.blocks_for(61) == 4
 
 
+def test_nobody_waits_for_what_was_a_hit_and_left_the_window():
+    """Blocks of a hit are not being computed: who comes when they are gone computes them itself."""
+    kv = KVCacheManager(WINDOW_ALONE, 8)
+    prompt = [1] * 13
+    admit(kv, new_request("first", prompt))
+    kv.free("first")
+    second = new_request("second", prompt)
+    assert admit(kv, second) == 12
+    for _ in range(30):
+        second.token_ids.append(2)
+        assert kv.allocate_slots(second, 1)
+        second.num_computed_tokens += 1
+        kv.commit(second)
+    filler = new_request("filler", [3] * 12)
+    admit(kv, filler)
+    kv.free("filler")
+    kv.free("none such")
+    hit = kv.get_computed_blocks(new_request("third", prompt))
+    assert hit.num_tokens < 12
+    assert not hit.continues_soon
+
+
 def test_a_fork_shares_blocks_until_it_writes():
     kv = KVCacheManager(ONE_GROUP, 10)
     parent = new_request("parent", [1] * 6)  # one full block, one with 2 of 4
