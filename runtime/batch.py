@@ -40,6 +40,11 @@ class RunnerRequest:
         for blocks, new_ids, first in zip(self.block_ids, item.block_ids, item.first_block, strict=True):
             blocks[first:] = new_ids
 
+    def unwritten_blocks(self, num_computed_tokens: int, block_tokens: Sequence[int]) -> list[int]:
+        """Blocks of all groups that begin at or behind the tokens computed so far."""
+        sizes = zip(self.block_ids, block_tokens, strict=True)
+        return [block for blocks, size in sizes for block in blocks[-(-num_computed_tokens // size) :]]
+
 
 @dataclass(frozen=True)
 class BatchInputs:
@@ -97,8 +102,10 @@ class BatchInputs:
 
 
 def _block_table(rows: list[list[int]]) -> np.ndarray:
-    """[num_seqs, longest], int64, padded with block 0."""
-    table = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    """[num_seqs, longest], int64, each row padded with its own last block: what is read behind a mask must be finite,
+    and another request's block may not be."""
+    table = np.empty((len(rows), max(len(row) for row in rows)), dtype=np.int64)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
+        table[index, len(row) :] = row[-1]
     return table

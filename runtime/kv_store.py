@@ -61,8 +61,7 @@ class KVStore:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        # zeros: never read as values, but 0 × NaN of an uninitialised slot behind a mask would be NaN. On a CPU the
-        # pages are only committed when they are written.
+        # zeros, as after `clear_blocks`. On a CPU the pages are only committed when they are written.
         self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         self._parts: dict[int, tuple[_Part, _Part]] = {}
         for group in layout.groups:
@@ -95,6 +94,12 @@ class KVStore:
         if copies:
             source, target = torch.tensor(list(copies), device=self._blocks.device).T
             self._blocks[target] = self._blocks[source]
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks that change hands. Slots not yet written are read too, behind a mask, where 0 × NaN is NaN: a
+        request whose activations overflowed must leave nothing to the next."""
+        if block_ids:
+            self._blocks[torch.tensor(block_ids, device=self._blocks.device)] = 0
 
     def _part(self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None) -> tuple[_Part, int]:
         """K or V of one layer, starting `offset` bytes into each block, and where it ends."""

@@ -48,9 +48,13 @@ class ModelRunner:
         for new in plan.new_requests:
             self._requests[new.request_id] = RunnerRequest(new, len(self.store.layout.groups))
         requests = [self._requests[item.request_id] for item in plan.scheduled]
+        block_tokens = [group.block_tokens for group in self.store.layout.groups]
+        unwritten: list[int] = []
         for item, request in zip(plan.scheduled, requests, strict=True):
             request.extend_blocks(item)
-        self.store.copy_blocks(plan.block_copies)
+            unwritten += request.unwritten_blocks(item.num_computed_tokens, block_tokens)
+        self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
+        self.store.clear_blocks(unwritten)
         return StepResult(results=self._compute(plan.scheduled))
 
     def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:

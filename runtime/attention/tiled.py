@@ -78,6 +78,8 @@ class TiledAttention:
             seen = key <= query
             if metadata.window is not None:
                 seen &= key > query - metadata.window
+                # Blocks that left the window are another's by now, and 0 × NaN is NaN.
+                values = values.masked_fill(~seen.any(dim=1)[:, None, :, None], 0.0)
             scores = scores.masked_fill(~seen[:, None], -torch.inf)
             new_maximum = torch.maximum(maximum[active], scores.amax(dim=-1))
             weights = torch.exp(scores - new_maximum[..., None])

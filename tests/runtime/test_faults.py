@@ -130,3 +130,22 @@ def test_a_parent_that_fails_takes_its_forks_along(tiny_llama, make_engine, forw
     assert [(one.request_id, one.finish_reason) for one in outputs] == [(n, "error") for n in ("parent", "a", "b")]
     assert not engine.has_unfinished_requests
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("changes", [{}, {"kv_dtype": "int8"}, {"batch_invariant": True}], ids=repr)
+def test_an_overflow_spoils_nobody_beside_it_and_nobody_after_it(tiny_llama, make_engine, changes, window):
+    """What is not finite stays in the blocks of a failed request; 0 × NaN behind a mask would carry it over."""
+    folder = tiny_llama(model_type="mistral", sliding_window=window) if window else tiny_llama()
+    params = greedy(6)
+    good = [PROMPTS[0][:5], PROMPTS[1], PROMPTS[6]]
+    expected = [one.token_ids for one in run_all(make_engine(folder, **changes), good, params)]
+    engine = make_engine(folder, **changes)
+    model = engine.executor.runner.model
+    model.embedding = model.embedding.clone()
+    model.embedding[BAD] = torch.nan
+    bad = [[*prompt, BAD, 7] for prompt in PROMPTS[3:]]  # most of the first blocks of the pool
+    made = run_all(engine, [*bad, *good], params)
+    assert ["not finite" in (one.error or "") for one in made] == [True] * 4 + [False] * 3
+    assert [one.token_ids for one in made[4:]] == expected
+    assert [one.token_ids for one in run_all(engine, good, params)] == expected
