@@ -33,7 +33,9 @@ def chat(
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     seed: Annotated[int | None, typer.Option(help="The same answers for the same conversation.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="LLMQ_API_KEY", help="Of a URL.", show_default=False)] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Of a model served here, as for llmq serve.")] = "auto",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of a model served here, as for llmq serve.  [default: auto]", show_default=False)
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a model served here.")] = None,
 ) -> None:
     """Chat with a model that is served for the time being, or with a server that is there already.
@@ -44,7 +46,10 @@ def chat(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    options = ["--kv-dtype", kv_dtype, *(["--threads", str(threads)] if threads else [])]
+    given = {"--kv-dtype": kv_dtype, "--threads": threads}
+    options = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    if options and _is_url(target):
+        raise InputError(f"{options[0]} is of a model served here, and {target} is a server already: leave it away")
     with _server(target, options, interactive) as url:
         name = _model_name(url, model, api_key)
         if interactive:
@@ -144,10 +149,14 @@ def _harmless(text: str) -> str:
     return "".join(letter for letter in text if letter in "\n\t" or (letter >= " " and not "\x7f" <= letter <= "\x9f"))
 
 
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
 @contextlib.contextmanager
 def _server(target: str, options: list[str], interactive: bool) -> Iterator[str]:
     """The base URL of `target`: where it is one itself, or of a server that lives as long as the block."""
-    if target.startswith(("http://", "https://")):
+    if _is_url(target):
         yield target.rstrip("/").removesuffix("/v1")
         return
     from llmq.cli.local_server import serving

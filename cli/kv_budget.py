@@ -22,7 +22,9 @@ def kv_budget(
     gpu: Annotated[str | None, typer.Option(help="A GPU by name (h100), or auto: this machine.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, all of it used: 80GiB, 80GB.")] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks alone, as in serve.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU that is used.")] = 0.9,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of the GPU that is used.  [default: 0.9]", show_default=False)
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8, int8 or int4.")] = "auto",
     kv_scales: Annotated[str, typer.Option(help="Scales of a quantized KV-cache: auto, static, dynamic.")] = "auto",
@@ -38,7 +40,7 @@ def kv_budget(
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget
     from llmq.profiles.checkpoint import find_model, has_weights, read_config, read_quantization
-    from llmq.profiles.kv_spec import KVCacheLayout
+    from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
     from llmq.profiles.weight_size import weight_size
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes, parse_dtype
@@ -50,6 +52,8 @@ def kv_budget(
     engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
     dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
     # With the weights at hand, as serve decides it; for a config alone, as the format has it.
+    if kv_scales in ("static", "dynamic") and KV_DTYPES[dtypes.kv_dtype].bits >= 16:
+        raise InputError(f"--kv-scales {kv_scales}: a KV-cache in {dtypes.kv_dtype} has no scales; see --kv-dtype")
     as_served = not dtypes.has_static_kv_scales if has_weights(path) else None
     layout = KVCacheLayout.of(
         architecture,
@@ -82,35 +86,40 @@ def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:
 
 
 def _memory(
-    gpu: str | None, memory: str | None, kv_cache_memory: str | None, utilization: float, weight_bytes: int
+    gpu: str | None, memory: str | None, kv_cache_memory: str | None, share: float | None, weight_bytes: int
 ) -> "Memory | None":
     """The one memory that was named, or None. `weight_bytes`: of a rank."""
     from llmq.profiles import budget
     from llmq.profiles.devices import find_device
+    from llmq.runtime.memory import GPU_SHARE
 
     flags = {"--gpu": gpu, "--memory": memory, "--kv-cache-memory": kv_cache_memory}
     named = [flag for flag, value in flags.items() if value]
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} exclude each other: give one of them")
-    if not 0 < utilization <= 1:
-        raise InputError(f"--gpu-memory-utilization {utilization}: a share above 0 and up to 1")
+    if share is not None and not gpu:
+        raise InputError("--gpu-memory-utilization is about a GPU: give --gpu with it")
+    if share is not None and not 0 < share <= 1:
+        raise InputError(f"--gpu-memory-utilization {share}: a share above 0 and up to 1")
     if kv_cache_memory:
         return budget.kv_cache_memory(parse_bytes(kv_cache_memory))
     if memory:
         return budget.whole_memory("memory", parse_bytes(memory), weight_bytes)
     if gpu and gpu != "auto":
         device = find_device(gpu)
-        return budget.gpu_memory(device.name, device.memory_bytes, utilization, weight_bytes)
-    return _this_machine(utilization, weight_bytes) if gpu else None
+        return budget.gpu_memory(device.name, device.memory_bytes, share or GPU_SHARE, weight_bytes)
+    return _this_machine(share, weight_bytes) if gpu else None
 
 
-def _this_machine(utilization: float, weight_bytes: int) -> "Memory":
+def _this_machine(share: float | None, weight_bytes: int) -> "Memory":
     from llmq.profiles import budget, machine
-    from llmq.runtime.memory import CPU_SHARE
+    from llmq.runtime.memory import CPU_SHARE, GPU_SHARE
 
     if gpus := machine.gpus():
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-        return budget.gpu_memory(smallest.name, smallest.memory_bytes, utilization, weight_bytes)
+        return budget.gpu_memory(smallest.name, smallest.memory_bytes, share or GPU_SHARE, weight_bytes)
+    if share is not None:
+        raise InputError("--gpu-memory-utilization: --gpu auto finds no GPU on this machine")
     name = f"free RAM (no GPU; KV gets {CPU_SHARE:.0%})"
     return budget.shared_memory(name, machine.available_memory_bytes(), CPU_SHARE, weight_bytes)
 

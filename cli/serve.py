@@ -22,7 +22,10 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")] = "auto",
     kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU to use.")] = 0.9,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of a GPU to use, for weights and KV-cache.  [default: 0.9]", show_default=False),
+    ] = None,
     max_model_len: Annotated[
         str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
     ] = "auto",
@@ -94,8 +97,11 @@ def serve(
         raise InputError(f"--tp {tp}: tensor parallelism is not built yet; leave it away or use --tp 1")
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
+    if gpu_memory_utilization is not None:
+        if not 0 < gpu_memory_utilization <= 1:
+            raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
+        if kv_cache_memory is not None:
+            raise InputError("--gpu-memory-utilization and --kv-cache-memory exclude each other: give one of them")
     if any(not key for key in api_key or ()):
         raise InputError("--api-key is empty: give a key, or leave it away")
     if generation_config not in ("model", "openai"):

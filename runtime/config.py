@@ -17,7 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_memory_bytes: int | None = None
-    memory_utilization: float = 0.9  # of the device, when kv_cache_memory_bytes is None and the device is a GPU
+    memory_utilization: float | None = None  # of a GPU, instead of kv_cache_memory_bytes; None: memory.GPU_SHARE
     enable_prefix_caching: bool = True
     batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
     threads: int | None = None

@@ -24,7 +24,7 @@ from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import KVStore
-from llmq.runtime.memory import CPU_SHARE, plan_kv_cache
+from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.policy import StepPolicy
@@ -162,6 +162,8 @@ def _build(config: EngineConfig) -> Engine:
     checkpoint = read_checkpoint(Path(config.model))
     architecture = checkpoint.architecture
     device = _device(config.device)
+    if config.memory_utilization is not None and device.type != "cuda":
+        raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
@@ -176,7 +178,8 @@ def _build(config: EngineConfig) -> Engine:
     model = loader.load(max_positions)
     if config.kv_cache_memory_bytes is None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        plan = plan_kv_cache(architecture, config, dtypes, free - int(total * (1 - config.memory_utilization)))
+        share = config.memory_utilization or GPU_SHARE
+        plan = plan_kv_cache(architecture, config, dtypes, free - int(total * (1 - share)))
 
     eos = _eos_token_ids(checkpoint)
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)

@@ -11,6 +11,8 @@ from llmq.runtime.dtypes import Dtypes
 
 # Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
 CPU_SHARE = 0.3
+# Of a whole GPU, weights included; the rest is for what a step computes.
+GPU_SHARE = 0.9
 
 
 @dataclass(frozen=True)

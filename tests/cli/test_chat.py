@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from llmq.cli.chat import Conversation, app
 from llmq.cli.local_server import ChatTiming, serving
-from llmq.profiles.errors import FailedError
+from llmq.profiles.errors import FailedError, InputError
 
 
 class ScriptedAnswer:
@@ -161,6 +161,12 @@ def test_a_refusal_of_the_server_is_an_exit_code(server):
     done = chat(server, text="x" * 40_000)
     assert done.returncode == 1
     assert "the server answered 400" in done.stderr
+
+
+@pytest.mark.parametrize("flag", [["--threads", "1"], ["--kv-dtype", "int8"]], ids=" ".join)
+def test_what_a_server_decides_itself_cannot_be_asked_of_a_url(flag):
+    with pytest.raises(InputError, match=f"{flag[0]} is of a model served here"):
+        CliRunner().invoke(app, ["http://127.0.0.1:9", *flag], catch_exceptions=False)
 
 
 def test_a_model_is_served_for_the_time_being(tiny_llama, monkeypatch):

@@ -187,6 +187,8 @@ def test_the_model_s_own_context_is_the_default(folder):
         (["--memory", "80G"], "'80G' is no size"),
         (["--ctx", "2x"], "'2x' is no number of tokens"),
         (["--gpu-memory-utilization", "90", "--gpu", "h100"], "--gpu-memory-utilization 90.0: a share above 0"),
+        (["--gpu-memory-utilization", "0.5", "--memory", "80GiB"], "--gpu-memory-utilization is about a GPU"),
+        (["--kv-scales", "dynamic"], "--kv-scales dynamic: a KV-cache in bf16 has no scales"),
         (["--weights", "w5"], "--weights w5: give a scheme"),
     ],
 )

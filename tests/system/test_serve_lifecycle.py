@@ -43,6 +43,8 @@ def test_what_the_kv_cache_cannot_hold_is_refused_before_the_weights_load(smollm
         (["--salt-per-key"], "--salt-per-key"),
         (["--generation-config", "mine"], "--generation-config mine"),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization 90"),
+        (["--gpu-memory-utilization", "0.5", "--kv-cache-memory", "1GiB"], "exclude each other"),
+        (["--gpu-memory-utilization", "0.5", "--device", "cpu"], "the engine runs on a CPU here"),
     ],
 )
 def test_wrong_flags_are_refused(smollm2: Path, flags: list[str], words: str):
