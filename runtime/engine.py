@@ -135,10 +135,7 @@ class Engine:
         self._num_steps += 1
         generated = sum(len(output.new_token_ids) for output in outputs)
         self._generation_tokens += generated
-        # A decode step computes the token before; what it computes beyond those is prompt.
-        self._prompt_tokens += sum(
-            item.num_scheduled_tokens - (item.samples and item.num_scheduled_tokens == 1) for item in plan.scheduled
-        )
+        self._prompt_tokens += plan.num_prompt_tokens
 
 
 def _beam_params(request: EngineRequest) -> SamplingParams:

@@ -78,9 +78,10 @@ class EngineLoop:
             try:
                 self._engine.add_request(request)
             except Exception as error:  # one request's trouble is its own
-                refused.append(
-                    RequestOutput(request_id=request.request_id, finish_reason="error", error=str(error) or repr(error))
-                )
+                reason = str(error) or repr(error)
+                refused += [
+                    RequestOutput(request_id=name, finish_reason="error", error=reason) for name in request.names
+                ]
         return refused
 
 

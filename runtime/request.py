@@ -36,6 +36,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     # With beams the request and its forks name the best hypotheses, best first, each sent whole at the end.
     beams: BeamParams | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """The ids under which its outputs come."""
+        return [self.request_id, *(name for name, _ in self.forks)]
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The log probability of one token, its rank (1: the most likely), and the most likely alternatives in order."""

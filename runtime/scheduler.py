@@ -41,7 +41,7 @@ class Scheduler:
         self._step = 0
 
     def add_request(self, request: EngineRequest) -> None:
-        names = [request.request_id, *(name for name, _ in request.forks)]
+        names = request.names
         for name in names:
             if self._is_in_use(name) or names.count(name) > 1:
                 raise ValueError(f"request id {name!r} is in use")
@@ -324,6 +324,11 @@ class Scheduler:
             forgotten_request_ids=forgotten,
             block_copies=self.kv.take_block_copies(),
             num_scheduled_tokens=sum(num_new for _, num_new in scheduled),
+            num_prompt_tokens=sum(
+                min(num_new, request.num_prompt_tokens - request.num_computed_tokens)
+                for request, num_new in scheduled
+                if request.num_computed_tokens < request.num_prompt_tokens
+            ),
         )
 
 

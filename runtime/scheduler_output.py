@@ -35,6 +35,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     forgotten_request_ids: list[str]  # finished, aborted or preempted since the last step
     block_copies: list[tuple[int, int]]  # (source, target), before anything is written: copy-on-write
     num_scheduled_tokens: int
+    num_prompt_tokens: int  # of the scheduled ones
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from llmq.runtime.request import EngineInfo, EngineRequest, RequestOutput
-from llmq.runtime.server.engine_client import EngineDeadError, OutputStream, sequence_names
+from llmq.runtime.server.engine_client import EngineDeadError, OutputStream
 
 
 class SteppedEngine(Protocol):
@@ -40,7 +40,7 @@ class LocalEngine:
         if self._dead is not None:
             raise self._dead
         for request in requests:
-            names = sequence_names(request)
+            names = request.names
             self._streams.update((name, stream) for name in names)
             try:
                 self._engine.add_request(request)

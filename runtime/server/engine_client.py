@@ -59,7 +59,7 @@ class OutputStream:
     def add(self, requests: Sequence[EngineRequest]) -> None:
         """Raises EngineDeadError."""
         self._client.send_requests(requests, self)
-        self._unfinished.update(name for request in requests for name in sequence_names(request))
+        self._unfinished.update(name for request in requests for name in request.names)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End some; nothing more comes of them."""
@@ -162,7 +162,7 @@ class EngineClient:
             raise self._dead
         if not self._streams:
             self._last_message_s = self._clock()  # work begins now: the age of idle silence does not count
-        self._streams.update((name, stream) for request in requests for name in sequence_names(request))
+        self._streams.update((name, stream) for request in requests for name in request.names)
         self._send(AddRequests(list(requests)))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -257,8 +257,3 @@ class EngineClient:
         self.died.set()
         if not ready.done():
             ready.set_exception(self._dead)
-
-
-def sequence_names(request: EngineRequest) -> list[str]:
-    """The ids under which its outputs come."""
-    return [request.request_id, *(name for name, _ in request.forks)]

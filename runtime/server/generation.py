@@ -130,7 +130,8 @@ class Generation:
 
     def _observe(self, choice: Choice, delta: SequenceDelta, queue_s: float | None, metrics: ServerMetrics) -> None:
         since_arrival_s, before_s = time.monotonic() - self.arrival_s, choice.times.last_output_s
-        metrics.observe_output(since_arrival_s, None if before_s is None else since_arrival_s - before_s)
+        if delta.token_ids:
+            metrics.observe_output(since_arrival_s, None if before_s is None else since_arrival_s - before_s)
         choice.times.note(since_arrival_s, len(delta.token_ids), queue_s)
         if delta.finish_reason is not None:
             metrics.observe_finish(delta.finish_reason, since_arrival_s)

@@ -10,13 +10,13 @@ class SequenceTimes:
     """Of one sequence, in seconds; the ends count from the call's arrival."""
 
     queue_s: float | None = None
-    first_output_s: float | None = None
+    first_output_s: float | None = None  # with a token: an error, or a prompt that is scored alone, brings none
     last_output_s: float | None = None
     num_later_tokens: int = 0  # after the first output
 
     def note(self, since_arrival_s: float, num_tokens: int, queue_s: float | None) -> None:
         if self.first_output_s is None:
-            self.first_output_s = since_arrival_s
+            self.first_output_s = since_arrival_s if num_tokens else None
         else:
             self.num_later_tokens += num_tokens
         self.last_output_s = since_arrival_s
@@ -33,7 +33,7 @@ def timings(sequences: list[SequenceTimes]) -> Json:
         "queue_ms": _ms(min(queues, default=None)),
         "ttft_ms": _ms(min((one.first_output_s for one in started), default=None)),
         "tpot_ms": _ms(sum(span for span, _ in spans) / sum(steps for _, steps in spans)) if spans else None,
-        "total_ms": _ms(max((one.last_output_s for one in started), default=None)),
+        "total_ms": _ms(max((one.last_output_s for one in sequences if one.last_output_s is not None), default=None)),
     }
 
 

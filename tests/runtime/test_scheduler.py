@@ -59,6 +59,14 @@ def test_a_running_request_decodes_while_a_long_prompt_is_chunked():
     assert plans == [{"short": 1, "long": 63}, {"short": 1, "long": 63}, {"short": 1, "long": 24}]
 
 
+def test_prompt_tokens_are_counted_apart_from_those_that_are_decoded():
+    scheduler = make(budget=8)
+    add(scheduler, "short", 1)  # a prompt of one token looks like a decode step
+    add(scheduler, "long", 15, arrival=1.0, first_token=4)
+    counts = [step(scheduler)[0].num_prompt_tokens for _ in range(4)]
+    assert counts == [8, 7, 1, 0]
+
+
 def test_the_budget_and_the_number_of_sequences_hold():
     scheduler = make(max_num_seqs=3, budget=20)
     for index in range(6):

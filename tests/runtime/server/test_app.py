@@ -171,6 +171,12 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         async with serving() as s:
             answer = (await s.post(TEXT, prompt="abc", echo=True, logprobs=0, max_tokens=0)).json()
             refused = await s.post(TEXT, prompt="abc", max_tokens=0)
+            metrics = (await s.http.get("/metrics")).text
+        # No first token, so no time to it; the end is one all the same.
+        assert answer["timings"]["ttft_ms"] is None
+        assert answer["timings"]["total_ms"] > 0
+        assert "llmq_time_to_first_token_seconds_count 0.0" in metrics
+        assert 'llmq_requests_total{finish_reason="length"} 1.0' in metrics
         choice = answer["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
         assert len(choice["logprobs"]["tokens"]) == len(tokenizer.encode("abc"))

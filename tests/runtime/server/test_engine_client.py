@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 
 import fake_engine
+import msgspec
 import pytest
 
 from llmq.runtime.config import EngineConfig
@@ -59,8 +60,10 @@ def test_a_request_that_the_engine_refuses_harms_no_other(fake_command: list[str
     async def body():
         async with started(fake_command) as (client, _):
             stream = client.open()
-            stream.add([request("bad", [fake_engine.REFUSED]), request("good", max_tokens=2)])
+            bad = msgspec.structs.replace(request("bad", [fake_engine.REFUSED]), forks=[("worse", 1)])
+            stream.add([bad, request("good", max_tokens=2)])
             ends = {output.request_id: output async for output in stream if output.finish_reason}
+            assert ends["worse"].error == "refused on arrival"
             assert (ends["bad"].finish_reason, ends["bad"].error) == ("error", "refused on arrival")
             assert ends["good"].finish_reason == "length"
 
