@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.cli import console
+from llmq.cli.engine_options import engine_config
 from llmq.profiles.errors import InputError
-from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from llmq.runtime.config import EngineConfig
@@ -48,30 +48,28 @@ def batch(
 
     Exit code 0: every request was answered; 1: some were refused or failed (their results say why); 2: nothing ran.
     """
+    import msgspec
+
     from llmq.profiles.checkpoint import find_model
-    from llmq.runtime.config import EngineConfig
-    from llmq.runtime.dtypes import parse_dtype
     from llmq.runtime.offline.batch_file import BatchFile
     from llmq.runtime.offline.batch_job import BatchTotals
     from llmq.runtime.offline.batch_output import BatchOutput, model_identity
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: one of auto, cpu, cuda")
+    config = engine_config(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        threads=threads,
+    )
     requests = BatchFile.index(file)
     name, served_name = _model_names(requests, model, served_model_name)
     with console.progress() as progress:
         folder = find_model(name, progress=progress)
-    config = EngineConfig(
-        model=str(folder),
-        dtype=parse_dtype("--dtype", dtype),
-        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
-        device=device,
-        max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
-        threads=threads,
-    )
+    config = msgspec.structs.replace(config, model=str(folder))
     # What decides a result. How many run at once does not.
     job = {
         "input": requests.sha256,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.cli import console
+from llmq.cli.engine_options import check_device
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None, batch
     from llmq.evals.numerics import Numerics
     from llmq.runtime.dtypes import parse_dtype
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: one of auto, cpu, cuda")
+    check_device(device)
     return Numerics(
         parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, threads, batch_invariant
     )

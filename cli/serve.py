@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmq.cli import console
+from llmq.cli.engine_options import engine_config
 from llmq.profiles.errors import InputError
-from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,16 +87,14 @@ def serve(
     SIGTERM or Ctrl-C: new requests get 503, running ones finish, exit 0; a second signal ends at once. When the engine
     dies every request gets 503 and the server exits with 1.
     """
+    import msgspec
+
     from llmq.profiles.checkpoint import find_model
-    from llmq.runtime.config import EngineConfig
-    from llmq.runtime.dtypes import parse_dtype
     from llmq.runtime.server.server import ServerConfig
     from llmq.runtime.server.server import serve as run_server
 
     if tp != 1:
         raise InputError(f"--tp {tp}: tensor parallelism is not built yet; leave it away or use --tp 1")
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device {device}: one of auto, cpu, cuda")
     if gpu_memory_utilization is not None:
         if not 0 < gpu_memory_utilization <= 1:
             raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
@@ -108,23 +106,23 @@ def serve(
         raise InputError(f"--generation-config {generation_config}: one of model, openai")
     if salt_per_key and not api_key:
         raise InputError("--salt-per-key: there is no --api-key")
-    with console.progress() as progress:
-        path = find_model(model, progress=progress)
-    engine = EngineConfig(
-        model=str(path),
-        dtype=parse_dtype("--dtype", dtype),
-        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
+    engine = engine_config(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
-        max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         threads=threads,
     )
+    with console.progress() as progress:
+        path = find_model(model, progress=progress)
+    engine = msgspec.structs.replace(engine, model=str(path))
     _check_memory(path, engine)
     console.status(f"llmq serve: loading {path}")
     exit_code = run_server(

@@ -116,14 +116,6 @@ class BlockPool:
             block.digest, block.token_ids = digest, tuple(token_ids)
             self._cached[digest] = block
 
-    def reset(self) -> bool:
-        """Forget all cached content. False, and nothing done, while any block is in use."""
-        if self.num_free_blocks != self.num_blocks:
-            return False
-        for block in self.blocks:
-            self._forget(block)
-        return True
-
     def _forget(self, block: KVBlock) -> None:
         if block.digest is not None:
             del self._cached[block.digest]

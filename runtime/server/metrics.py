@@ -66,10 +66,6 @@ class ServerMetrics:
     def set_engine_stats(self, stats: EngineStats) -> None:
         self._engine.stats = stats
 
-    @property
-    def engine_stats(self) -> EngineStats | None:
-        return self._engine.stats
-
     def observe_output(self, since_arrival_s: float, since_last_s: float | None) -> None:
         """A sequence brought tokens; `since_last_s` is None for the first ones."""
         if since_last_s is None:

@@ -1,0 +1,31 @@
+"""What serve and batch take alike: read before the model is looked for, which may be a download of hours."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from llmq.cli import batch, serve
+from llmq.profiles import checkpoint
+from llmq.profiles.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dtype", "int3"], "--dtype int3: one of auto, bf16"),
+        (["--kv-dtype", "int3"], "--kv-dtype int3: one of auto, bf16"),
+        (["--device", "tpu"], "--device tpu: one of auto, cpu, cuda"),
+        (["--max-model-len", "long"], "'long' is no number of tokens"),
+        (["--kv-cache-memory", "64M"], "'64M' is no size"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["serve", "batch"])
+def test_a_mistyped_option_is_refused_before_the_model_is_looked_for(monkeypatch, tmp_path, verb, flags, message):
+    monkeypatch.setattr(checkpoint, "find_model", lambda *_, **__: pytest.fail("looked for the model"))
+    file = tmp_path / "requests.jsonl"
+    file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m"}}))
+    app, args = (serve.app, ["org/m"]) if verb == "serve" else (batch.app, [str(file), "-o", str(tmp_path / "out")])
+    with pytest.raises(InputError) as raised:
+        CliRunner().invoke(app, [*args, *flags], catch_exceptions=False)
+    assert message in str(raised.value)
