@@ -78,7 +78,7 @@ class Generation:
             for name in names:
                 output = SequenceOutput(name, tokenizer, stop=stop, min_tokens=prompt.params.min_tokens, shown=shown)
                 self.choices.append(Choice(len(self.choices), prompt, output))
-        self._n = n
+        self._n, self._beams = n, beams
         self._timeout_s = timeout_s
         self._by_id = {choice.output.request_id: choice for choice in self.choices}
 
@@ -115,6 +115,13 @@ class Generation:
     @property
     def num_unfinished(self) -> int:
         return sum(choice.output.finish_reason is None for choice in self.choices)
+
+    @property
+    def num_sequences(self) -> int:
+        """That the engine still computes for it: a search runs all of its beams until it has its hypotheses."""
+        if self._beams is None:
+            return self.num_unfinished
+        return -(-self.num_unfinished // self._n) * self._beams.width
 
     def usage_counts(self) -> tuple[int, int, int]:
         """Prompt tokens (each prompt once), completion tokens of all choices, prompt tokens from the prefix cache."""

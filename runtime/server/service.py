@@ -110,7 +110,7 @@ class Service:
     @property
     def num_sequences(self) -> int:
         """Sequences that run, or wait for something."""
-        return sum(generation.num_unfinished for generation in self._running)
+        return sum(generation.num_sequences for generation in self._running)
 
     @contextmanager
     def running(self, call: Call) -> Iterator[None]:

@@ -415,6 +415,22 @@ def test_a_full_queue_is_429(serving: Callable):
     run(body())
 
 
+def test_a_running_search_takes_the_room_of_its_beams(serving: Callable):
+    async def body():
+        async with serving(max_queue=4, max_num_seqs=2) as s:
+            search = {"use_beam_search": True, "beam_width": 5, "max_tokens": 200}
+            running = asyncio.ensure_future(s.post(TEXT, prompt="a", **search))
+            while not s.service.num_calls:
+                await asyncio.sleep(0)
+            assert s.service.num_sequences == 5
+            assert (await s.post(TEXT, prompt="a", n=2, max_tokens=1)).status_code == 429
+            assert (await s.post(TEXT, prompt="a", max_tokens=1)).status_code == 200
+            assert (await running).status_code == 200
+            assert s.service.num_sequences == 0
+
+    run(body())
+
+
 def test_while_draining_nothing_new_is_taken_and_what_runs_finishes(serving: Callable):
     async def body():
         async with serving() as s:
