@@ -18,7 +18,8 @@ QUANTILE = 0.8
 
 
 class LengthHistory:
-    """How many tokens requests generate before they end by themselves."""
+    """How many tokens requests had generated when an end token or their limit ended them. Who was aborted, as by a stop
+    string, is not in it."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
