@@ -111,7 +111,7 @@ def _read_call(item: Any) -> tuple[str, str] | None:
     if isinstance(arguments, str):  # JSON within JSON, as some models write it
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return (item["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 

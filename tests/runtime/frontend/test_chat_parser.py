@@ -140,3 +140,8 @@ def with_template(folder: Path, target: Path, template: str) -> Tokenizer:
         (target / name).write_bytes((folder / name).read_bytes())
     (target / "chat_template.jinja").write_text(template)
     return Tokenizer.from_folder(target)
+
+
+def test_arguments_nested_without_end_are_no_call():
+    deep = json.dumps("[" * 100_000)
+    assert HERMES.parse(f'{{"name": "f", "arguments": {deep}}}') is None
