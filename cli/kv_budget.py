@@ -194,7 +194,10 @@ def _notes(budget: "Budget", ctx: str | None) -> list[str]:
     if budget.num_tokens > arch.max_position_embeddings:
         notes.append(f"The model's own context is {arch.max_position_embeddings:,} tokens.")
     if dtype.bits < 16 and not dtype.scale_bytes:
-        notes.append("Scales are static: one for K and one for V of each layer, in the checkpoint.")
+        notes.append(
+            "Scales are static: one for K and one for V of each layer, as a checkpoint calibrated for it stores them. "
+            "Without those serve stores dynamic ones: --kv-scales dynamic."
+        )
     if budget.ranks > arch.num_kv_heads:
         notes.append(f"Each KV head is held by {budget.ranks // arch.num_kv_heads} ranks.")
     if budget.ranks > 1:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +39,6 @@ def quickstart(
     from llmq.profiles.checkpoint import find_model
 
     started_s = time.perf_counter()
-    signal.signal(signal.SIGTERM, _exit_in_order)
     narrator = Narrator(num_steps=5, is_silent=as_json)
     narrator.text(
         f"llmq quickstart: the loop budget → quantize → prove → serve, on {MODEL} (SmolLM2-135M-Instruct).\n"
@@ -59,11 +56,6 @@ def quickstart(
     show_next(original, quantized, facts, narrator)
     if as_json:
         console.print_json(facts)
-
-
-def _exit_in_order(number: int, _frame: Any) -> None:
-    """A signal that would end Python at once unwinds it instead, so that no server and no partial file is left."""
-    sys.exit(128 + number)
 
 
 def show_budget(original: Path, narrator: Narrator) -> Facts:

@@ -18,6 +18,8 @@ def parse_bytes(text: str) -> int:
         raise InputError(
             f"'{text}' is no size: write a number with GiB (2^30 bytes), GB (10^9), MiB, MB or B, as 80GiB"
         )
+    if not unit and float(match.group(1)) < 4096:
+        raise InputError(f"'{text}' is {text} bytes: give the unit that is meant, as {text}GiB")
     return (
         int(float(match.group(1)) * _BYTE_UNITS.get(unit, 1)) if "." in match.group(1) or unit else int(match.group(1))
     )

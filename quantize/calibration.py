@@ -75,7 +75,7 @@ def load_calibration(
     texts = _read_source(source)
     bos = _bos_ids(tokenizer)
     if texts.records is None:
-        tokenized, rendering = _cut_stream(texts.raw.decode("utf-8", "replace"), tokenizer, bos, seq_len)
+        tokenized, rendering = _cut_stream(_decode(texts.name, texts.raw), tokenizer, bos, seq_len)
     else:
         tokenized, rendering = _render_records(texts, tokenizer, bos)
     usable = [ids for ids in tokenized if len(ids) > len(bos)]
@@ -129,12 +129,21 @@ def _read_source(source: str) -> _Texts:
         raw = file.read(MAX_TEXT_BYTES)
     if path.suffix == ".jsonl":
         return _Texts(path.name, raw, list(_parse_jsonl(path, raw)))
+    _decode(path.name, raw)  # refused here, before a tokenizer is asked
     return _Texts(path.name, raw, None)
+
+
+def _decode(name: str, raw: bytes) -> str:
+    """UTF-8 text; of one that was cut at MAX_TEXT_BYTES the last character may be missing."""
+    try:
+        return raw.decode("utf-8", "strict" if len(raw) < MAX_TEXT_BYTES else "ignore")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--calib {name}: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
 
 
 def _parse_jsonl(path: Path, raw: bytes) -> Iterator[Record]:
     is_cut = len(raw) == MAX_TEXT_BYTES
-    lines = raw.decode("utf-8", "replace").split("\n")
+    lines = _decode(path.name, raw).split("\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, 1):
         if not line.strip():
             continue

@@ -60,6 +60,8 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
     dtype = architecture.dtype.removeprefix("torch.")
     if dtype not in _DTYPE_BYTES:
         raise InputError(f"config.json declares dtype {dtype!r}: {', '.join(_DTYPE_BYTES)} are supported")
+    if not (source.path / "tokenizer.json").is_file():
+        raise InputError(f"{source.path} has no tokenizer.json: what comes out could be neither served nor evaluated")
     selection = select_targets(source, recipe.ignore)
     recipe, reason = _resolve_group_size(recipe, selection.targets)
     predicted_bytes = predict_bytes(source, recipe, selection, dtype)

@@ -13,7 +13,8 @@ import torch
 
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
-from llmq.profiles.machine import available_memory_bytes
+from llmq.profiles.machine import available_memory_bytes, usable_cores
+from llmq.profiles.units import format_bytes
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.attention.tiled import TiledAttention
@@ -162,6 +163,8 @@ def _build(config: EngineConfig) -> Engine:
     if config.memory_utilization is not None and device.type != "cuda":
         raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
     if config.threads is not None:
+        if config.threads > (most := 8 * usable_cores()):
+            raise InputError(f"--threads {config.threads}: this process may use {usable_cores()} cores; at most {most}")
         torch.set_num_threads(config.threads)
     dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
     loader = make_loader(  # refuses what it cannot run, reads no weight
@@ -169,6 +172,11 @@ def _build(config: EngineConfig) -> Engine:
     )
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
         spare = available_memory_bytes() - checkpoint.total_bytes
+        if device.type == "cpu" and (config.kv_cache_memory_bytes or 0) > spare:
+            raise InputError(
+                f"--kv-cache-memory {format_bytes(config.kv_cache_memory_bytes)}: beside the weights "
+                f"{format_bytes(max(0, spare))} are free here"
+            )
         plan = plan_kv_cache(architecture, config, dtypes, int(spare * CPU_SHARE))
     max_positions = config.max_model_len or architecture.max_position_embeddings
     static_scales = loader.kv_scales() if dtypes.has_static_kv_scales else None

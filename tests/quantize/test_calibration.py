@@ -179,3 +179,11 @@ def test_builtin_needs_no_network(tokenizer):
     calibration = load_calibration("builtin", tokenizer, num_samples=4, seq_len=64)
     assert calibration.num_tokens == 256
     assert "calibration half" in calibration.provenance.source
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_what_is_not_utf8_is_refused(tmp_path, name):
+    """UTF-16 decoded with replacement characters would be calibrated on without a word."""
+    (tmp_path / name).write_bytes("A text in another encoding.".encode("utf-16"))
+    with pytest.raises(InputError, match="not UTF-8"):
+        load_calibration(str(tmp_path / name), tokenizer=None)

@@ -16,7 +16,8 @@ from llmq.quantize.recipe import Recipe
 
 
 def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
-    """A checkpoint of which only the headers exist: SmolLM2's shapes."""
+    """A checkpoint of which only the headers and a tokenizer's file exist: SmolLM2's shapes."""
+    (tmp_path / "tokenizer.json").touch()
     kv = hidden // 3
     shapes = {"model.embed_tokens.weight": (1000, hidden), "model.norm.weight": (hidden,)}
     for layer in range(layers):
@@ -215,3 +216,11 @@ def test_checking_imports_no_torch():
     """What is refused in the first second cannot wait for torch to be imported."""
     code = "import sys, llmq.quantize.preflight, llmq.quantize.calibration; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_work(tiny_llama, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama(), folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        preflight(read_checkpoint(folder), Recipe.of("rtn", group_size="32"), tmp_path / "out")

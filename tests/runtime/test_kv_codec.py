@@ -6,6 +6,7 @@ from engine_driver import greedy, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import DYNAMIC_SCALE_BYTES, KV_DTYPES, KVDtype
 from llmq.runtime.kv_codec import Fp8Codec, make_codec
 
@@ -115,3 +116,12 @@ def test_a_checkpoints_static_scales_are_used(shared, make_engine):
         assert engine.executor.runner.store.spec(0).scale_bytes_per_token == 0
     assert errors["auto"] == errors["fp8"] < 0.16
     assert errors["fp32"] != errors["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"kv_cache_memory_bytes": 1 << 50}, "are free here"), ({"threads": 100_000}, "--threads 100000")],
+)
+def test_more_than_the_machine_has_is_refused_before_weights_are_read(tiny_llama, make_engine, fields, message):
+    with pytest.raises(InputError, match=message):
+        make_engine(tiny_llama(), **fields)
