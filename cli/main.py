@@ -70,7 +70,7 @@ def root(
 def main() -> None:
     """Entry point. An exception with an `exit_code` is an answer: its message goes to stderr, without a traceback."""
     # OpenMP's threads spin while they wait for each other: on a machine with anything else to do that costs five times
-    # the work itself, on an idle one it saves 2 %. Read when torch loads, so it is set before.
+    # the work itself. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Unwinds what is under way, so that no partial folder and no server is left; serve drains instead.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

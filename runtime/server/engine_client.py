@@ -19,7 +19,7 @@ from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, Request
 
 ENGINE_COMMAND = (sys.executable, "-m", "llmq.runtime.engine_process")
 # OpenMP's threads spin while they wait for each other, which on a machine with anything else to do, this process
-# included, costs most of the time: 3 against 24 tokens/s measured on two busy cores, and 2 % when they are idle.
+# included, costs most of the time: 3 against 24 tokens/s measured on two busy cores (not measured on idle ones).
 _ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 # No message for this long: the engine stands still. A step may be long on a slow machine, so the limit grows with the
 # longest one seen.
