@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.layer_work import InputStatistics
 from llmq.quantize.rounding import round_trip
 
 # The search looks at these, then at the neighbours of the best one at each of the finer steps.
@@ -32,37 +33,6 @@ MAX_SEARCH_ROWS = 512
 _MAX_SCALE = 2.0**12
 
 SETTINGS = {"alphas": ALPHAS, "finer_steps": FINER_STEPS, "clips": CLIPS, "search_rows": MAX_SEARCH_ROWS}
-
-
-class InputMoments:
-    """Running statistics of a linear's input, over tokens: E[x x^T] and E|x|, in float32."""
-
-    def __init__(self, in_features: int, device: torch.device | str = "cpu"):
-        self._sum_outer = torch.zeros(in_features, in_features, device=device)
-        self._sum_abs = torch.zeros(in_features, device=device)
-        self.num_tokens = 0
-
-    def add(self, x: Tensor) -> None:
-        """x: [..., in_features]"""
-        x = x.reshape(-1, x.shape[-1]).to(torch.float32)
-        self._sum_outer.addmm_(x.T, x)
-        self._sum_abs += x.abs().sum(0)
-        self.num_tokens += x.shape[0]
-
-    @property
-    def gram(self) -> Tensor:
-        """E[x x^T], [in, in]"""
-        return self._sum_outer / max(self.num_tokens, 1)
-
-    @property
-    def mean_abs(self) -> Tensor:
-        """E|x|, [in]"""
-        return self._sum_abs / max(self.num_tokens, 1)
-
-    @property
-    def num_dead(self) -> int:
-        """Input channels that are zero for every token."""
-        return int((self._sum_abs == 0).sum())
 
 
 @dataclass(frozen=True)
@@ -104,7 +74,7 @@ def relative_weight_size(weights: Sequence[Tensor], scheme: WeightScheme) -> Ten
 
 def search_scales(
     weights: Sequence[Tensor],
-    moments: InputMoments,
+    moments: InputStatistics,
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
     realize: Callable[[Tensor], Tensor | None] = lambda s: s,

@@ -1,16 +1,11 @@
 """AWQ on one decoder layer: measure its inputs, search and fold the scales, clip, round, and check the folding."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmq.profiles.errors import FailedError
-from llmq.quantize.awq import InputMoments, output_error, search_clip, search_scales
-from llmq.quantize.formats.quantized_weight import QuantizedWeight
-from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.awq import output_error, search_clip, search_scales
+from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome, ScalingOutcome
 from llmq.quantize.mappings import ScaleMapping, why_skipped
 from llmq.quantize.rounding import quantize_weight, round_trip, saturated_share
 
@@ -18,92 +13,45 @@ from llmq.quantize.rounding import quantize_weight, round_trip, saturated_share
 FOLDING_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True)
-class LinearOutcome:
-    weight: QuantizedWeight
-    output_error: float  # E|W'x - Wx|^2 / E|Wx|^2
-    rtn_output_error: float
-    weight_error: float
-    saturated_share: float
-    num_dead_inputs: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class ScalingOutcome:
-    mapping: ScaleMapping
-    skipped: str | None = None
-    alpha: float | None = None  # None: nothing beat leaving the scales at 1
-    error: float | None = None
-    unscaled_error: float | None = None
-    num_unusable: int = 0
-
-
-@dataclass
-class LayerOutcome:
-    """What becomes of a layer. Names are relative to it."""
-
-    linears: dict[str, LinearOutcome] = field(default_factory=dict)
-    changed: dict[str, Tensor] = field(default_factory=dict)  # norms and biases that took a scale, in the stored dtype
-    scalings: list[ScalingOutcome] = field(default_factory=list)
+def quantize_layer(work: LayerWork) -> LayerOutcome:
+    """AWQ as a method: fold scales, clip and round. Folding must not change what the layer adds to its input."""
+    return AwqLayer(work).quantize()
 
 
 class AwqLayer:
-    """Quantizes one float32 decoder layer in place: after `quantize` it computes with the weights that are stored."""
+    """One layer on its way through AWQ."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        mappings: tuple[ScaleMapping, ...],
-        quantized: set[str],
-        scheme: WeightScheme,
-        dtype: torch.dtype,
-        head_dim: int,
-    ) -> None:
-        """quantized: names, relative to the layer, of the linears to quantize. dtype: of scales and norms as stored."""
-        self.modules = dict(layer.named_modules())
-        self.mappings, self.quantized = mappings, quantized
-        self.scheme, self.dtype, self.head_dim = scheme, dtype, head_dim
-        self.moments: dict[str, InputMoments] = {}  # linear -> of its input; linears of one mapping share them
+    def __init__(self, work: LayerWork) -> None:
+        self.work, self.modules = work, dict(work.layer.named_modules())
+        self.moments: dict[str, InputStatistics] = {}
         self.column_scales: dict[str, Tensor] = {}
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """While open, forwards of the layer add to the input moments of its linears."""
-        hooks = []
-        for mapping in self.mappings:
-            names = [name for name in mapping.linears if name in self.quantized]
-            if names:
-                first = self.modules[names[0]]
-                moments = InputMoments(first.in_features, first.weight.device)
-                hooks.append(first.register_forward_pre_hook(lambda _, args, moments=moments: moments.add(args[0])))
-                self.moments.update(dict.fromkeys(names, moments))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def quantize(self, run: Callable[[], Tensor]) -> LayerOutcome:
-        """Fold scales, clip and round. `run`: what the layer adds to one sample; folding must not change it."""
+    def quantize(self) -> LayerOutcome:
         outcome = LayerOutcome()
-        before = run()
-        for mapping in self.mappings:
+        self.moments = self.work.measure()
+        before = self._addition()
+        for mapping in self.work.mappings:
             outcome.scalings.append(self._scale(mapping, outcome.changed))
-        self._check_identity(before, run())
-        for name in self.moments:
+        self._check_identity(before, self._addition())
+        for name in self.work.schemes:
             outcome.linears[name] = self._round(name)
         return outcome
 
+    def _addition(self) -> Tensor:
+        """What the layer adds to the first sample."""
+        sample = self.work.samples[0]
+        output = self.work.run(sample)
+        return output - sample.to(output.device)
+
     def _scale(self, mapping: ScaleMapping, changed: dict[str, Tensor]) -> ScalingOutcome:
-        if skipped := why_skipped(mapping, self.quantized):
+        if skipped := why_skipped(mapping, set(self.work.schemes)):
             return ScalingOutcome(mapping, skipped)
         linears = [self.modules[name] for name in mapping.linears]
         choice = search_scales(
             [linear.weight for linear in linears],
             self.moments[mapping.linears[0]],
-            self.scheme,
-            self.dtype,
+            self.work.schemes[mapping.linears[0]],
+            self.work.dtype,
             lambda s: self._realize(mapping, s),
         )
         is_scaled = bool((choice.scales != 1).any())
@@ -128,13 +76,13 @@ class AwqLayer:
         name, vector = self._stored_vector(mapping)
         if name:
             # It is stored in 16 bit: take the scale that its rounded quotient stands for, and folding stays exact.
-            stored = (vector / s).to(self.dtype).to(torch.float32)
+            stored = (vector / s).to(self.work.dtype).to(torch.float32)
             if not bool(torch.isfinite(stored).all()) or bool(((stored == 0) & (vector != 0)).any()):
                 return None
             s = torch.where(vector == 0, s, vector / torch.where(vector == 0, 1.0, stored))
         if mapping.kind == "heads":
             queries = self._queries_per_kv_head(mapping)
-            s = s.view(-1, 1, self.head_dim).expand(-1, queries, -1).flatten()
+            s = s.view(-1, 1, self.work.head_dim).expand(-1, queries, -1).flatten()
         return s
 
     def _divide_source(self, mapping: ScaleMapping, s: Tensor) -> dict[str, Tensor]:
@@ -146,7 +94,7 @@ class AwqLayer:
         name, vector = self._stored_vector(mapping)
         if not name:
             return {}
-        stored = (vector / s).to(self.dtype)
+        stored = (vector / s).to(self.work.dtype)
         vector.copy_(stored)
         return {name: stored}
 
@@ -159,21 +107,21 @@ class AwqLayer:
 
     def _by_kv_head(self, mapping: ScaleMapping, s: Tensor) -> Tensor:
         """[num_heads * head_dim] -> [num_kv_heads, queries per KV head, head_dim]"""
-        return s.view(-1, self._queries_per_kv_head(mapping), self.head_dim)
+        return s.view(-1, self._queries_per_kv_head(mapping), self.work.head_dim)
 
     def _queries_per_kv_head(self, mapping: ScaleMapping) -> int:
         return self.modules[mapping.linears[0]].in_features // self.modules[mapping.source].out_features
 
     def _round(self, name: str) -> LinearOutcome:
-        linear, moments = self.modules[name], self.moments[name]
+        linear, moments, scheme = self.modules[name], self.moments[name], self.work.schemes[name]
         weight = linear.weight.detach().clone()
         gram, s = moments.gram, self.column_scales.get(name)
         unscaled = weight if s is None else weight / s
-        rtn_error = output_error(round_trip(unscaled, self.scheme, self.dtype) - unscaled, gram)
+        rtn_error = output_error(round_trip(unscaled, scheme, self.work.dtype) - unscaled, gram)
         if s is not None:
             gram = gram / torch.outer(s, s)
-        clip = search_clip(weight, gram, self.scheme, self.dtype)
-        stored = quantize_weight(weight, self.scheme, self.dtype, clip)
+        clip = search_clip(weight, gram, scheme, self.work.dtype)
+        stored = quantize_weight(weight, scheme, self.work.dtype, clip)
         linear.weight.copy_(stored.dequantize(torch.float32))
         delta, energy = linear.weight - weight, output_error(weight, gram) or 1.0
         return LinearOutcome(
@@ -181,7 +129,7 @@ class AwqLayer:
             output_error=output_error(delta, gram) / energy,
             rtn_output_error=rtn_error / energy,
             weight_error=float(delta.square().sum() / weight.square().sum().clamp(min=1e-30)),
-            saturated_share=saturated_share(weight, self.scheme, clip),
+            saturated_share=saturated_share(weight, scheme, clip),
             num_dead_inputs=moments.num_dead,
             num_tokens=moments.num_tokens,
         )

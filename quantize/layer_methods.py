@@ -6,10 +6,11 @@ from functools import partial
 import torch
 
 from llmq.profiles.progress import Progress, silent
-from llmq.quantize.awq_layer import AwqLayer, LayerOutcome
+from llmq.quantize import awq_layer
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_stream import LayerStream, TensorReader
+from llmq.quantize.layer_work import LayerOutcome, LayerWork
 from llmq.quantize.mappings import MAPPINGS
 from llmq.quantize.preflight import Plan
 from llmq.quantize.report import LinearReport, ScalingReport, linear_report, relative_error
@@ -37,29 +38,25 @@ def awq_layers(
         targets = targets_by_layer.get(index, [])
         prefix = f"model.layers.{index}."
         with stream.layer(index) as layer:
-            awq = AwqLayer(
-                layer,
-                mappings,
-                {target.name.removeprefix(prefix) for target in targets},
-                plan.recipe.scheme,
-                getattr(torch, plan.dtype),
-                source.architecture.head_dim,
-            )
-            with awq.measuring():
-                for sample in hidden if targets else ():
-                    stream.run(index, layer, sample)
-            outcome = awq.quantize(partial(_addition, stream, index, layer, hidden[0])) if targets else None
+            outcome = None
+            if targets:
+                outcome = awq_layer.quantize_layer(
+                    LayerWork(
+                        layer,
+                        {target.name.removeprefix(prefix): plan.recipe.scheme for target in targets},
+                        mappings,
+                        hidden,
+                        partial(stream.run, index, layer),
+                        getattr(torch, plan.dtype),
+                        source.architecture.head_dim,
+                    )
+                )
             if index + 1 < stream.num_layers:
                 for number, sample in enumerate(hidden):
                     hidden[number] = stream.run(index, layer, sample)
         if outcome is not None:
             yield _as_result(index, outcome, targets)
     progress("quantizing", stream.num_layers, stream.num_layers, unit="layers")
-
-
-def _addition(stream: LayerStream, index: int, layer: torch.nn.Module, sample: torch.Tensor) -> torch.Tensor:
-    """What the layer adds to the residual stream."""
-    return stream.run(index, layer, sample) - sample
 
 
 def _as_result(index: int, outcome: LayerOutcome, targets: list[Target]) -> LayerResult:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from llmq.quantize.awq import InputMoments, candidate_scales, output_error, search_clip, search_scales
+from llmq.quantize.awq import candidate_scales, output_error, search_clip, search_scales
 from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.layer_work import InputStatistics
 from llmq.quantize.rounding import quantize_weight, round_trip, round_weight, saturated_share
 
 G32 = WeightScheme("int", 4, "group", 32, symmetric=False)
@@ -17,7 +18,7 @@ SCHEMES = [
 
 
 def moments_of(x):
-    moments = InputMoments(x.shape[-1])
+    moments = InputStatistics(x.shape[-1])
     moments.add(x)
     return moments
 
@@ -77,7 +78,7 @@ def test_output_error_equals_the_sum_over_tokens(outliers):
 
 def test_moments_do_not_depend_on_how_the_tokens_are_cut(outliers):
     _, x = outliers
-    parts = InputMoments(128)
+    parts = InputStatistics(128)
     for piece in x.split([1, 200, 311]):
         parts.add(piece.unsqueeze(0))
     assert torch.allclose(parts.gram, moments_of(x).gram, rtol=1e-4, atol=1e-4)

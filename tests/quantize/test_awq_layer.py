@@ -1,13 +1,16 @@
 """AWQ on a real decoder layer: folding is an identity, whatever the heads, the biases and the dtype are."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError
-from llmq.quantize.awq_layer import AwqLayer
+from llmq.quantize.awq_layer import AwqLayer, quantize_layer
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_stream import LayerStream
+from llmq.quantize.layer_work import LayerWork
 from llmq.quantize.mappings import MAPPINGS, ScaleMapping, why_skipped
 
 G16 = WeightScheme("int", 4, "group", 16, symmetric=False)
@@ -39,11 +42,14 @@ class Bench:
             sample[..., ::17] *= 8
 
     def awq(self, layer, quantized=ALL, dtype=torch.bfloat16):
-        awq = AwqLayer(layer, self.mappings, quantized, G16, dtype, self.head_dim)
-        with awq.measuring():
-            for sample in self.samples:
-                self.run(layer, sample)
+        awq = AwqLayer(self.work(layer, quantized, dtype))
+        awq.moments = awq.work.measure()
         return awq
+
+    def work(self, layer, quantized=ALL, dtype=torch.bfloat16):
+        schemes = dict.fromkeys(sorted(quantized), G16)
+        run = partial(self.stream.run, self.index, layer)
+        return LayerWork(layer, schemes, self.mappings, self.samples, run, dtype, self.head_dim)
 
     def run(self, layer, sample):
         return self.stream.run(self.index, layer, sample) - sample
@@ -95,7 +101,7 @@ def test_scales_are_equal_for_query_heads_that_share_a_kv_head(tiny_llama):
 def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_llama):
     bench = Bench(tiny_llama())
     with bench.stream.layer(bench.index) as layer:
-        outcome = bench.awq(layer).quantize(lambda: bench.run(layer, bench.samples[0]))
+        outcome = quantize_layer(bench.work(layer))
         assert set(outcome.linears) == ALL
         for name, linear in outcome.linears.items():
             assert torch.equal(layer.get_submodule(name).weight, linear.weight.dequantize())
@@ -110,7 +116,7 @@ def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(t
     with bench.stream.layer(bench.index) as layer:
         original = {name: layer.get_submodule(name).weight.clone() for name in ("self_attn.v_proj", "mlp.down_proj")}
         quantized = ALL - set(original)
-        outcome = bench.awq(layer, quantized).quantize(lambda: bench.run(layer, bench.samples[0]))
+        outcome = quantize_layer(bench.work(layer, quantized))
         assert set(outcome.linears) == quantized
         for name, weight in original.items():
             assert torch.equal(layer.get_submodule(name).weight, weight)
@@ -125,17 +131,15 @@ def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(t
 def test_a_wrong_table_of_mappings_is_found_out(tiny_llama):
     bench = Bench(tiny_llama())
     bench.mappings = (ScaleMapping("post_attention_layernorm", ("self_attn.q_proj", "self_attn.k_proj"), "norm"),)
-    with bench.stream.layer(bench.index) as layer:
-        awq = bench.awq(layer)
-        with pytest.raises(FailedError, match="mappings is wrong"):
-            awq.quantize(lambda: bench.run(layer, bench.samples[0]))
+    with bench.stream.layer(bench.index) as layer, pytest.raises(FailedError, match="mappings is wrong"):
+        quantize_layer(bench.work(layer))
 
 
 def test_dead_input_channels_are_counted_and_harm_nobody(tiny_llama):
     bench = Bench(tiny_llama())
     with bench.stream.layer(bench.index) as layer:
         layer.input_layernorm.weight[5] = 0
-        outcome = bench.awq(layer).quantize(lambda: bench.run(layer, bench.samples[0]))
+        outcome = quantize_layer(bench.work(layer))
         assert outcome.linears["self_attn.q_proj"].num_dead_inputs == 1
         assert outcome.linears["mlp.up_proj"].num_dead_inputs == 0
         assert all(torch.isfinite(linear.weight.scale).all() for linear in outcome.linears.values())

@@ -1,0 +1,180 @@
+"""The seam between the loop over layers and a method: one decoder layer to quantize, and what became of it.
+
+A method is a function LayerWork -> LayerOutcome. It decides what to measure and when (`LayerWork.measure` reads the
+inputs that linears have with the weights as they are at that moment), and leaves the layer computing with what is
+stored, so that the loop can run it once more for the inputs of the next.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.mappings import ScaleMapping
+
+
+class InputStatistics:
+    """Running statistics of a linear's input over tokens, in float32: E[x x^T], E|x| and max|x|."""
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu"):
+        self._sum_outer = torch.zeros(in_features, in_features, device=device)
+        self._sum_abs = torch.zeros(in_features, device=device)
+        self.max_abs = torch.zeros(in_features, device=device)
+        self.num_tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """x: [..., in_features]"""
+        x = x.reshape(-1, x.shape[-1]).to(torch.float32)
+        if not len(x):
+            return
+        self._sum_outer.addmm_(x.T, x)
+        x = x.abs()
+        self._sum_abs += x.sum(0)
+        torch.maximum(self.max_abs, x.amax(0), out=self.max_abs)
+        self.num_tokens += x.shape[0]
+
+    @property
+    def gram(self) -> Tensor:
+        """E[x x^T], [in, in]: GPTQ's Hessian of the squared output error, but for a factor of two."""
+        return self._sum_outer / max(self.num_tokens, 1)
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """E|x|, [in]"""
+        return self._sum_abs / max(self.num_tokens, 1)
+
+    @property
+    def num_dead(self) -> int:
+        """Input channels that are zero for every token."""
+        return int((self._sum_abs == 0).sum())
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A decoder layer and all that a method may know of it. Names are relative to the layer.
+
+    layer: float32, on the device. A method replaces weights in place; nothing else reads them before it is done.
+    schemes: what each linear that is quantized becomes. Every name is an nn.Linear of `layer`; the rest stays.
+    samples: the layer's inputs, float32 [1, length, hidden] each, on any device: what the layers before it, already
+        quantized, put out.
+    run: the layer's output for one sample, of the same shape.
+    dtype: of scales, norms and biases as stored.
+    """
+
+    layer: nn.Module
+    schemes: Mapping[str, WeightScheme]
+    mappings: tuple[ScaleMapping, ...]
+    samples: Sequence[Tensor]
+    run: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    head_dim: int
+
+    def linear(self, name: str) -> nn.Linear:
+        return self.layer.get_submodule(name)
+
+    def measure(self, names: Iterable[str] | None = None) -> dict[str, InputStatistics]:
+        """Run every sample and take the statistics of the inputs of `names` (default: all that is quantized).
+
+        Linears called with the same tensor share one InputStatistics. A forward ends as soon as each of `names` has
+        been called, so that measuring the first linears of a layer does not cost its last ones. A linear that no token
+        reaches (an expert) has num_tokens 0.
+        """
+        names = tuple(self.schemes if names is None else names)
+        recorder = _InputRecorder({name: self.linear(name) for name in names})
+        with recorder:
+            for sample in self.samples:
+                recorder.begin()
+                try:
+                    self.run(sample)
+                except _AllSeen:
+                    continue
+        return recorder.statistics
+
+
+class _AllSeen(Exception):  # noqa: N818 - no error: ends a forward of which nothing more is wanted
+    pass
+
+
+class _InputRecorder:
+    """Hooks on linears that add their inputs to statistics while it is open."""
+
+    def __init__(self, linears: dict[str, nn.Linear]):
+        self._linears = linears
+        self._owners: dict[str, str] = {}  # linear -> the one whose statistics it shares
+        self.statistics: dict[str, InputStatistics] = {}
+
+    def __enter__(self) -> "_InputRecorder":
+        self._hooks = [
+            linear.register_forward_pre_hook(lambda _, args, name=name: self._see(name, args[0]))
+            for name, linear in self._linears.items()
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for name, linear in self._linears.items():
+            self.statistics.setdefault(name, InputStatistics(linear.in_features, linear.weight.device))
+
+    def begin(self) -> None:
+        self._inputs: dict[str, Tensor] = {}
+
+    def _see(self, name: str, x: Tensor) -> None:
+        owner = next((other for other, seen in self._inputs.items() if seen is x), name)
+        if self._owners.setdefault(name, owner) != owner:
+            raise RuntimeError(f"{name} reads another input than in the sample before")
+        if owner == name:
+            if name not in self.statistics:
+                self.statistics[name] = InputStatistics(x.shape[-1], x.device)
+            self.statistics[name].add(x)
+        else:
+            self.statistics[name] = self.statistics[owner]
+        self._inputs[name] = x
+        if len(self._inputs) == len(self._linears):
+            self._inputs = {}
+            raise _AllSeen
+
+
+@dataclass(frozen=True)
+class LinearOutcome:
+    """A linear as it is stored and what that cost. None: the method has no such number.
+
+    Errors are over the calibration tokens: E|W'x - Wx|^2 / E|Wx|^2, where W is the weight before the method.
+    """
+
+    weight: QuantizedWeight
+    weight_error: float  # |W' - W|^2 / |W|^2, against the weight that was rounded: after scales moved into it
+    output_error: float | None = None
+    rtn_output_error: float | None = None  # what plain rounding to the same scheme would have cost
+    saturated_share: float | None = None  # weights outside the range that was kept
+    num_dead_inputs: int | None = None  # input channels that are zero for every token
+    num_tokens: int | None = None
+    damping: float | None = None  # as a share of the Hessian's mean diagonal
+
+
+@dataclass(frozen=True)
+class ScalingOutcome:
+    """What a scale mapping came to."""
+
+    mapping: ScaleMapping
+    skipped: str | None = None
+    alpha: float | None = None  # None: nothing beat leaving the scales at 1
+    error: float | None = None
+    unscaled_error: float | None = None
+    num_unusable: int = 0
+
+
+@dataclass
+class LayerOutcome:
+    """What became of a layer. Names are relative to it."""
+
+    linears: dict[str, LinearOutcome] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)  # norms and biases that took a scale, in the stored dtype
+    scalings: list[ScalingOutcome] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+Method = Callable[[LayerWork], LayerOutcome]

@@ -1,0 +1,77 @@
+"""What a method is told about a layer's inputs."""
+
+import pytest
+import torch
+from torch import nn
+
+from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.layer_work import InputStatistics, LayerWork
+
+
+class Block(nn.Module):
+    """Two siblings of one input, a third linear behind them, and one that only some samples reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.rare = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 6)
+        self.never = nn.Linear(6, 2)
+        self.num_calls_of_c = 0
+
+    def forward(self, x):
+        h = self.a(x) * self.b(x)
+        self.num_calls_of_c += 1
+        y = self.c(h)
+        return self.rare(y) if x.shape[1] == 5 else y
+
+
+@pytest.fixture
+def work():
+    torch.manual_seed(0)
+    block, samples = Block(), [torch.randn(1, length, 6) for length in (3, 5, 2)]
+    schemes = {name: WeightScheme("int", 4, "channel") for name in ("a", "b", "c", "rare", "never")}
+    return LayerWork(block, schemes, (), samples, block, torch.bfloat16, 1)
+
+
+@torch.no_grad()
+def test_statistics_are_those_of_all_tokens(work):
+    x = torch.cat(work.samples, 1)[0]
+    hidden = work.layer.a(x) * work.layer.b(x)
+    statistics = work.measure()
+    for name, inputs in (("a", x), ("c", hidden)):
+        assert torch.allclose(statistics[name].gram, inputs.T @ inputs / 10, atol=1e-5)
+        assert torch.allclose(statistics[name].mean_abs, inputs.abs().mean(0))
+        assert torch.allclose(statistics[name].max_abs, inputs.abs().amax(0))
+    assert {name: s.num_tokens for name, s in statistics.items()} == {"a": 10, "b": 10, "c": 10, "rare": 5, "never": 0}
+    assert statistics["never"].gram.shape == (6, 6)
+
+
+@torch.no_grad()
+def test_siblings_share_their_statistics_and_count_no_token_twice(work):
+    statistics = work.measure(["a", "b"])
+    assert statistics["a"] is statistics["b"]
+    assert statistics["a"].num_tokens == 10
+
+
+@torch.no_grad()
+def test_a_forward_ends_with_the_last_linear_that_is_measured(work):
+    work.measure(["a", "b"])
+    assert work.layer.num_calls_of_c == 0
+    work.measure(["c"])
+    assert work.layer.num_calls_of_c == 3
+    assert not any(module._forward_pre_hooks for module in work.layer.modules())
+
+
+@torch.no_grad()
+def test_what_is_measured_follows_the_weights(work):
+    before = work.measure(["c"])["c"].mean_abs
+    work.layer.a.weight.mul_(2)
+    work.layer.a.bias.mul_(2)
+    assert torch.allclose(work.measure(["c"])["c"].mean_abs, 2 * before)
+
+
+def test_statistics_of_no_token_are_zero():
+    statistics = InputStatistics(3)
+    statistics.add(torch.zeros(0, 3))
+    assert statistics.num_tokens == 0
+    assert (statistics.gram == 0).all()
+    assert statistics.num_dead == 3
