@@ -5,7 +5,7 @@ such as `Linear`), and an `ignore` list of the same kind. What this reader canno
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32, unpack_int32
-from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
+from llmq.quantize.formats.scheme import ActivationScheme, FormatError, KVCacheScheme, WeightScheme
 
 QUANT_METHOD = "compressed-tensors"
 READABLE_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-
-
-@dataclass(frozen=True)
-class KVCacheScheme:
-    """What the checkpoint asks of the KV-cache. Static: `<attention module>.k_scale` and `.v_scale` are stored."""
-
-    kind: str  # "int" or "float"
-    bits: int
-    strategy: str  # "tensor": one scale a layer for K and one for V; "attn_head": one a head
-    dynamic: bool
-    symmetric: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +125,35 @@ def to_tensors(module_name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     if weight.input_scale is not None:
         tensors["input_scale"] = weight.input_scale.to(weight.scale.dtype).view(1)
     return {f"{module_name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
+
+
+class CompressedTensorsWriter:
+    """compressed-tensors as llm-compressor writes it: read by vLLM, transformers and SGLang."""
+
+    name = QUANT_METHOD
+
+    def check(self, scheme: WeightScheme, shape: tuple[int, int] | None = None) -> None:
+        _read_group("config_groups.group_0", _group_config(ConfigGroup(("Linear",), scheme)), None)
+        if shape is not None and scheme.strategy == "group" and shape[1] % scheme.group_size:
+            raise FormatError(f"group size {scheme.group_size} does not divide {shape[1]} input features")
+
+    def tensors(self, module_name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+        return to_tensors(module_name, weight)
+
+    def config(
+        self,
+        schemes: Mapping[str, WeightScheme],
+        left_alone: Sequence[str],
+        kv_cache_scheme: KVCacheScheme | None = None,
+    ) -> dict[str, Any]:
+        by_scheme: dict[WeightScheme, list[str]] = {}
+        for name, scheme in schemes.items():
+            by_scheme.setdefault(scheme, []).append(name)
+        if len(by_scheme) == 1:
+            groups = (ConfigGroup(("Linear",), next(iter(by_scheme))),)
+        else:
+            groups = tuple(ConfigGroup(tuple(sorted(names)), scheme) for scheme, names in by_scheme.items())
+        return QuantizationConfig(groups, tuple(sorted(left_alone)), kv_cache_scheme).to_config()
 
 
 def matches(patterns: Iterable[str], module_name: str, class_name: str = "Linear") -> bool:

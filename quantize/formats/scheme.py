@@ -25,6 +25,17 @@ class ActivationScheme:
 
 
 @dataclass(frozen=True)
+class KVCacheScheme:
+    """What the checkpoint asks of the KV-cache. Static: `<attention module>.k_scale` and `.v_scale` are stored."""
+
+    kind: str  # "int" or "float"
+    bits: int
+    strategy: str  # "tensor": one scale a layer for K and one for V; "attn_head": one a head
+    dynamic: bool
+    symmetric: bool
+
+
+@dataclass(frozen=True)
 class WeightScheme:
     """What a quantized linear is made of. `layout` is the compressed-tensors name of its storage."""
 

@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig, to_tensors
 from llmq.quantize.formats.quantized_weight import ActivationScheme, FormatError, WeightScheme
+from llmq.quantize.formats.registry import writer_for
 
 READABLE = ["llmc-gptq-w4a16", "llmc-sq-w8a8", "llmc-fp8-dynamic", "llmc-fp8-static", "llmc-fp8-kv"]
 
@@ -212,3 +213,22 @@ def test_activation_order_asks_for_the_group_index():
     config = QuantizationConfig.from_config(w4(actorder="group"))
     names = config.tensor_names("a", config.scheme_for("a"))
     assert "a.weight_g_idx" in names
+
+
+def test_the_writer_names_modules_only_where_schemes_differ(folder):
+    writer = writer_for("compressed-tensors")
+    scheme = QuantizationConfig.from_config(folder.section).scheme_for(folder.linears[0])
+    writer.check(scheme, (256, 256))
+    config = writer.config(dict.fromkeys(folder.linears, scheme), ["lm_head"])
+    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
+    other = WeightScheme("int", 4, "group", 32, symmetric=False)
+    mixed = writer.config({folder.linears[0]: other, **dict.fromkeys(folder.linears[1:], scheme)}, ["lm_head"])
+    read = QuantizationConfig.from_config(mixed)
+    assert read.scheme_for(folder.linears[0]) == other
+    assert all(read.scheme_for(name) == scheme for name in folder.linears[1:])
+    assert read.scheme_for("lm_head") is None
+
+
+def test_a_format_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(FormatError, match="compressed-tensors"):
+        writer_for("safetensors")
