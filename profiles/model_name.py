@@ -9,7 +9,7 @@ from typing import Literal
 
 from llmq.profiles.errors import InputError
 
-ALIASES = ("smollm2-135m", "gemma3-270m")
+ALIASES = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

