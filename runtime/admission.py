@@ -15,11 +15,12 @@ HISTORY = 512
 MIN_HISTORY = 16
 # The share of requests of a length seen so far that end at or before what is expected.
 QUANTILE = 0.8
+UNKNOWN = np.iinfo(np.int32).max  # more tokens than any limit allows
 
 
 class LengthHistory:
-    """How many tokens requests had generated when an end token or their limit ended them. Who was aborted, as by a stop
-    string, is not in it."""
+    """How many tokens requests had generated when they ended, whatever ended them: an end token, a limit, a stop string
+    or their client. Who was aborted before its first token says nothing of lengths and is not in it."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
@@ -31,19 +32,16 @@ class LengthHistory:
         if len(self._recent) > HISTORY:
             del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
 
-    def expected_remaining(self, request: Request) -> int:
-        """Tokens that `request` will still generate, at most what it may: the QUANTILE of those that got as far.
-
-        Without enough of them, and where end tokens are ignored, all that it may.
-        """
-        done, most = request.num_output_tokens, request.max_remaining_tokens
-        if request.sampling_params.ignore_eos:
-            return most
-        longer = len(self._sorted) - bisect.bisect_right(self._sorted, done)
-        if len(self._sorted) < MIN_HISTORY or not longer:
-            return most
-        index = len(self._sorted) - longer + min(longer - 1, int(longer * QUANTILE))
-        return min(most, self._sorted[index] - done)
+    def expected_remaining(self, num_output_tokens: np.ndarray) -> np.ndarray:
+        """Tokens that requests which have generated so many will still generate: the QUANTILE of those that got as far.
+        UNKNOWN without enough of them."""
+        lengths = np.array(self._sorted)
+        if len(lengths) < MIN_HISTORY:
+            return np.full_like(num_output_tokens, UNKNOWN)
+        first = np.searchsorted(lengths, num_output_tokens, side="right")  # of those that got further
+        longer = len(lengths) - first
+        index = first + np.minimum(longer - 1, (longer * QUANTILE).astype(np.int64))
+        return np.where(longer > 0, lengths[index] - num_output_tokens, UNKNOWN)
 
 
 class Admission:
@@ -61,15 +59,28 @@ class Admission:
             return False
         if not running:
             return True
-        # Forks that are still to come will each hold as much as their parent.
-        together = [one for one in (*running, request) for _ in range(1 + len(one.forks))]
-        remaining = [
-            min(self.lengths.expected_remaining(one), self._max_model_len - one.num_tokens) for one in together
-        ]
-        peak = peak_blocks(self._kv.groups, [one.num_tokens for one in together], remaining)
-        fits = peak <= self._kv.pool.num_blocks
+        fits = peak_blocks(self._kv.groups, *self._lengths_to_come([*running, request])) <= self._kv.pool.num_blocks
         self.num_deferrals += not fits
         return fits
+
+    def _lengths_to_come(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens that each has, tokens that it will add). Sequences that are still to come of a request, forks or
+        beams, will each hold as much as it does."""
+        tokens, outputs, most, to_the_end, copies = np.array(
+            [
+                (
+                    len(one.token_ids),
+                    len(one.token_ids) - one.num_prompt_tokens,
+                    one.sampling_params.max_tokens,
+                    one.runs_to_its_limit,
+                    1 + one.num_to_come,
+                )
+                for one in requests
+            ]
+        ).T
+        most = np.clip(np.minimum(most - outputs, self._max_model_len - tokens), 0, None)
+        expected = np.where(to_the_end, most, np.minimum(most, self.lengths.expected_remaining(outputs)))
+        return np.repeat(tokens, copies), np.repeat(expected, copies)
 
 
 def peak_blocks(groups: Sequence[KVCacheGroup], num_tokens: Sequence[int], remaining: Sequence[int]) -> int:
@@ -78,11 +89,12 @@ def peak_blocks(groups: Sequence[KVCacheGroup], num_tokens: Sequence[int], remai
     `num_tokens` they have, `remaining` they will add. The peak lies where one of them ends: those with less to go have
     given theirs back, those with more have grown by as much (Gong et al. 2025, arXiv 2507.10150, eq. 3).
     """
-    tokens, left = np.asarray(num_tokens), np.asarray(remaining)
-    grown = np.where(left[None] >= left[:, None], tokens[None] + left[:, None], 0)  # [the one that ends, each]
+    tokens, left = np.asarray(num_tokens, dtype=np.int32), np.asarray(remaining, dtype=np.int32)
+    ends = np.unique(left)[:, None]
+    grown = (tokens + ends) * (left >= ends)  # [moments at which one ends, each]
     blocks = np.zeros_like(grown)
     for group in groups:
-        held = -(-grown // group.block_tokens)
+        held = (grown + (group.block_tokens - 1)) // group.block_tokens
         if group.spec.window is not None:
             held = np.minimum(held, group.blocks_for(max(int(grown.max()), 1)))
         blocks += held

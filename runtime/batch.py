@@ -36,14 +36,16 @@ class RunnerRequest:
             forks.append(fork)
         return [self, *forks]
 
-    def extend_blocks(self, item: ScheduledRequest) -> None:
-        for blocks, new_ids, first in zip(self.block_ids, item.block_ids, item.first_block, strict=True):
+    def update_blocks(self, item: ScheduledRequest, block_tokens: Sequence[int]) -> list[int]:
+        """Take the changes of the block tables, and return the blocks of all groups that are new and have no token yet:
+        they begin at or behind the tokens computed so far."""
+        unwritten = []
+        for blocks, new_ids, first, size in zip(
+            self.block_ids, item.block_ids, item.first_block, block_tokens, strict=False
+        ):
             blocks[first:] = new_ids
-
-    def unwritten_blocks(self, num_computed_tokens: int, block_tokens: Sequence[int]) -> list[int]:
-        """Blocks of all groups that begin at or behind the tokens computed so far."""
-        sizes = zip(self.block_ids, block_tokens, strict=True)
-        return [block for blocks, size in sizes for block in blocks[-(-num_computed_tokens // size) :]]
+            unwritten += blocks[max(first, -(-item.num_computed_tokens // size)) :]
+        return unwritten
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ class BeamSearch:
             self._reported[request_id] = (list(output_token_ids), list(candidates))
         return len(self._reported) == len(self.live)
 
+    def num_to_come(self, request_id: str) -> int:
+        """Beams that the next step adds to those that live, counted at one of them."""
+        return self.params.width - len(self.live) if request_id == next(iter(self.live), None) else 0
+
     def has_report(self, request_id: str) -> bool:
         return request_id in self._reported
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout
@@ -35,11 +35,12 @@ class KVCacheManager:
         self.groups = layout.groups
         self.pool = BlockPool(num_blocks)
         self._block_tokens = tuple(group.block_tokens for group in self.groups)
-        self._has_window = any(group.spec.window is not None for group in self.groups)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache_queries = 0  # tokens asked for, tokens found
         self.prefix_cache_hits = 0
         self._blocks: dict[str, tuple[BlockList, ...]] = {}
+        self._room: dict[str, int] = {}  # request -> tokens up to which nothing is to be done for it, see `_room_of`
+        self._news: dict[str, list[int]] = {}  # request -> where, in each group, its table differs from what was told
         self._copies: list[tuple[int, int]] = []
         self._being_computed: dict[bytes, str] = {}  # digest of a full block -> who is at it
         self._announced: dict[str, list[bytes]] = {}
@@ -74,9 +75,10 @@ class KVCacheManager:
         All or nothing: False when the pool cannot, and then the request holds what it held (blocks that left its
         window apart).
         """
-        held = self._blocks.get(request.request_id) or tuple([] for _ in self.groups)
-        if hit is None and self._holds(held, request.num_computed_tokens, num_new_tokens):
-            return True
+        name = request.request_id
+        if hit is None and request.num_computed_tokens + num_new_tokens <= self._room.get(name, 0):
+            return True  # what nearly every decode step finds
+        held = self._blocks.get(name) or tuple([] for _ in self.groups)
         num_computed = hit.num_tokens if hit else request.num_computed_tokens
         self._release_outside_window(held, num_computed)
         lists = hit.blocks if hit else held
@@ -95,19 +97,24 @@ class KVCacheManager:
                     if block is not None:
                         self.pool.acquire(block)
             held = tuple(list(blocks) for blocks in hit.blocks)
-            self._num_registered[request.request_id] = [len(blocks) for blocks in held]
+            self._num_registered[name] = [len(blocks) for blocks in held]
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += hit.num_tokens
             self._announce(request)
-        for blocks, position in shared:
-            source, (target,) = blocks[position], self.pool.allocate(1)
+        news = self._news.setdefault(
+            name, [len(blocks) for blocks in held] if name in self._blocks else [0] * len(held)
+        )
+        for index, position in shared:
+            source, (target,) = held[index][position], self.pool.allocate(1)
             self._copies.append((source.block_id, target.block_id))
-            blocks[position] = target
+            held[index][position] = target
+            news[index] = min(news[index], position)
             self.pool.release([source])
         for blocks, count in zip(held, missing, strict=True):
             blocks.extend(self.pool.allocate(count))
-        self._blocks[request.request_id] = held
-        self._num_registered.setdefault(request.request_id, [0] * len(self.groups))
+        self._blocks[name] = held
+        self._room[name] = self._room_of(held, num_computed)
+        self._num_registered.setdefault(name, [0] * len(self.groups))
         return True
 
     def blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
@@ -122,6 +129,8 @@ class KVCacheManager:
         """Give `child_id` the blocks of its parent, shared: whoever writes into a shared block gets a copy first."""
         self._blocks[child_id] = tuple(list(blocks) for blocks in self._blocks[parent_id])
         self._num_registered[child_id] = list(self._num_registered[parent_id])
+        self._news[child_id] = [0] * len(self.groups)
+        self._room[parent_id] = 0  # the block that it writes next is shared now
         for blocks in self._blocks[child_id]:
             for block in blocks:
                 if block is not None:
@@ -134,23 +143,16 @@ class KVCacheManager:
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Block table of each group. A block that left the window is given as 0: attention does not read there."""
-        return self.new_block_ids(request_id, [0] * len(self.groups), 0)[1]
+        return tuple(_ids(blocks) for blocks in self._blocks[request_id])
 
-    def new_block_ids(
-        self, request_id: str, sent: Sequence[int], num_computed: int
-    ) -> tuple[tuple[int, ...], tuple[list[int], ...], list[int]]:
-        """What to tell someone who knows the first `sent[group]` blocks of each group's table.
-
-        (the position that the news begin at, the block ids from there on, the length of the table), for each group.
-        The block that is written next is told again: a copy-on-write may have replaced it.
-        """
-        firsts, ids, lengths = [], [], []
-        for size, known, blocks in zip(self._block_tokens, sent, self._blocks[request_id], strict=True):
-            first = min(known, num_computed // size)
-            firsts.append(first)
-            ids.append([block.block_id if block else 0 for block in blocks[first:]])
-            lengths.append(len(blocks))
-        return tuple(firsts), tuple(ids), lengths
+    def take_new_block_ids(self, request_id: str) -> tuple[tuple[int, ...], tuple[list[int], ...]]:
+        """What changed in a request's block tables since the last call: for each group the position that the news begin
+        at, and the block ids from there on. Two empty tuples where nothing did."""
+        firsts = self._news.pop(request_id, None)
+        if firsts is None:
+            return (), ()
+        tables = self._blocks[request_id]
+        return tuple(firsts), tuple(_ids(blocks[first:]) for first, blocks in zip(firsts, tables, strict=True))
 
     def commit(self, request: Request) -> None:
         """Offer the full blocks of `request.num_computed_tokens` tokens to the prefix cache.
@@ -179,7 +181,8 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, its tail first."""
         self._withdraw(request_id, self._announced.pop(request_id, ()))
-        self._num_registered.pop(request_id, None)
+        for known in (self._num_registered, self._room, self._news):
+            known.pop(request_id, None)
         for blocks in self._blocks.pop(request_id, ()):
             self.pool.release(block for block in reversed(blocks) if block is not None)
 
@@ -206,23 +209,22 @@ class KVCacheManager:
             if self._being_computed.get(digest) == request_id:
                 del self._being_computed[digest]
 
-    def _holds(self, held: tuple[BlockList, ...], num_computed: int, num_new_tokens: int) -> bool:
-        """Whether there is nothing to do: the new tokens fit in blocks that this request alone holds and none has left
-        a window. What nearly every decode step finds, and therefore asked first."""
-        if self._has_window:
-            return False
-        for size, blocks in zip(self._block_tokens, held):  # noqa: B905
-            if num_computed + num_new_tokens > len(blocks) * size or blocks[num_computed // size].ref_count > 1:
-                return False
-        return True
-
-    def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[BlockList, int]]:
-        """Partly filled blocks that the next token goes into and others hold too, as (list, position)."""
-        found = []
+    def _room_of(self, held: tuple[BlockList, ...], num_computed: int) -> int:
+        """Tokens until which a request has its blocks, shares none that it writes, and none leaves a window."""
+        room = []
         for group, blocks in zip(self.groups, held, strict=True):
+            room.append(len(blocks) * group.block_tokens)
+            if group.spec.window is not None:
+                room.append((_first_needed_block(group, num_computed) + 1) * group.block_tokens + group.spec.window - 1)
+        return min(room)
+
+    def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[int, int]]:
+        """Partly filled blocks that the next token goes into and others hold too, as (group, position)."""
+        found = []
+        for index, (group, blocks) in enumerate(zip(self.groups, held, strict=True)):
             position = num_computed // group.block_tokens
             if position < len(blocks) and blocks[position].ref_count > 1:
-                found.append((blocks, position))
+                found.append((index, position))
         return found
 
     def _release_outside_window(self, held: tuple[BlockList, ...], num_computed: int) -> None:
@@ -277,6 +279,10 @@ def _first_needed_block(group: KVCacheGroup, num_computed: int) -> int:
     if group.spec.window is None:
         return 0
     return max(0, num_computed - group.spec.window + 1) // group.block_tokens
+
+
+def _ids(blocks: BlockList) -> list[int]:
+    return [block.block_id if block else 0 for block in blocks]
 
 
 def _block_tokens(request: Request, group: KVCacheGroup, position: int) -> list[int]:

@@ -51,8 +51,7 @@ class ModelRunner:
         block_tokens = [group.block_tokens for group in self.store.layout.groups]
         unwritten: list[int] = []
         for item, request in zip(plan.scheduled, requests, strict=True):
-            request.extend_blocks(item)
-            unwritten += request.unwritten_blocks(item.num_computed_tokens, block_tokens)
+            unwritten += request.update_blocks(item, block_tokens)
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
         self.store.clear_blocks(unwritten)
         return StepResult(results=self._compute(plan.scheduled))

@@ -140,9 +140,14 @@ class Request:
         return self.search is not None and self.search.has_report(self.request_id)
 
     @property
-    def max_remaining_tokens(self) -> int:
-        """Tokens that it may still generate."""
-        return max(0, self.sampling_params.max_tokens - self.num_output_tokens)
+    def runs_to_its_limit(self) -> bool:
+        """No token ends it; a beam search goes on beside the hypotheses that end."""
+        return self.sampling_params.ignore_eos or self.search is not None
+
+    @property
+    def num_to_come(self) -> int:
+        """Sequences that will go on from what it has: its forks, or beams of its search."""
+        return len(self.forks) if self.search is None else self.search.num_to_come(self.request_id)
 
     @property
     def max_cached_tokens(self) -> int:

@@ -36,7 +36,7 @@ class Scheduler:
         self._parents: dict[str, Request] = {}  # of forks that are still to come
         self._searches: dict[str, BeamSearch] = {}  # by the name of the request that started it
         self._num_beams = 0
-        self._known_to_runner: dict[str, list[int]] = {}  # request -> blocks sent, by group
+        self._known_to_runner: set[str] = set()
         self._forgotten: list[str] = []
         self._step = 0
 
@@ -76,6 +76,8 @@ class Scheduler:
             for name in search.live:
                 self._finish(self._requests[name])
         elif request is not None:
+            if request.num_output_tokens:
+                self.admission.lengths.record(request.num_output_tokens)
             self._finish(request)
         elif (parent := self._parents.pop(request_id, None)) is not None:
             parent.forks = [fork for fork in parent.forks if fork[0] != request_id]
@@ -92,15 +94,15 @@ class Scheduler:
         budget = self.policy.max_num_batched_tokens
         scheduled: list[tuple[Request, int]] = []
         preempted = False
+        allocate_slots = self.kv.allocate_slots
 
-        position = 0
-        while position < len(self.running) and budget > 0:
-            request = self.running[position]
-            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
-            if request.is_held:
-                position += 1
+        for request in self.running:  # whoever is preempted goes from its end, which this loop then does not reach
+            if budget == 0:
+                break
+            if request.search is not None and request.is_held:
                 continue
-            while not (fits := self.kv.allocate_slots(request, num_new)):
+            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            while not (fits := allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -110,7 +112,6 @@ class Scheduler:
                 break
             scheduled.append((request, num_new))
             budget -= num_new
-            position += 1
         served: dict[str, int] = {}
         for request, num_new in scheduled:
             served[request.tenant] = served.get(request.tenant, 0) + num_new
@@ -151,23 +152,28 @@ class Scheduler:
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""
-        outputs = []
+        outputs: list[RequestOutput] = []
         for item in plan.scheduled:
-            request = self._requests.get(item.request_id)
+            name = item.request_id
+            request = self._requests.get(name)
             if request is None:
                 continue  # aborted while the step ran
-            made = result.results[item.request_id]
+            made = result.results[name]
             if made.error is not None:
-                names = request.names
-                self.abort(names[0])
-                outputs += [RequestOutput(request_id=name, finish_reason="error", error=made.error) for name in names]
+                outputs += self._fail(request, made.error)
                 continue
             request.num_computed_tokens = item.num_computed_tokens + item.num_scheduled_tokens
-            request.prompt_logprobs.extend(made.prompt_logprobs)
+            if made.prompt_logprobs:
+                request.prompt_logprobs.extend(made.prompt_logprobs)
             self.kv.commit(request)
-            if request.num_computed_tokens >= request.num_tokens:
+            if request.num_computed_tokens >= len(request.token_ids):
                 outputs += self._advance(request, made)
         return outputs
+
+    def _fail(self, request: Request, error: str) -> list[RequestOutput]:
+        names = request.names
+        self.abort(names[0])
+        return [RequestOutput(request_id=name, finish_reason="error", error=error) for name in names]
 
     def _advance(self, request: Request, made: RequestResult) -> list[RequestOutput]:
         """A request has caught up with itself: add the token that was sampled, or let its beam search decide."""
@@ -222,36 +228,38 @@ class Scheduler:
         return child
 
     def _commit_tokens(self, request: Request, made: RequestResult) -> RequestOutput:
-        accepted = 0
+        token_ids = made.token_ids
         reason: FinishReason | None = "length" if request.sampling_params.max_tokens == 0 else None
-        for token_id in made.token_ids:
+        for accepted, token_id in enumerate(token_ids, 1):
             request.token_ids.append(token_id)
-            accepted += 1
             reason = self._finish_reason(request, token_id)
             if reason:
+                token_ids = token_ids[:accepted]
                 break
         output = RequestOutput(
             request_id=request.request_id,
-            new_token_ids=made.token_ids[:accepted],
-            logprobs=made.logprobs[:accepted] if request.sampling_params.logprobs is not None else None,
+            new_token_ids=token_ids,
+            logprobs=None if request.sampling_params.logprobs is None else made.logprobs[: len(token_ids)],
             prompt_logprobs=request.prompt_logprobs if request.prompt_logprobs_pending else None,
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=reason,
             stop_token_id=request.token_ids[-1] if reason == "stop" else None,
         )
         request.prompt_logprobs_pending = False
-        request.prompt_logprobs = []
+        if request.prompt_logprobs:
+            request.prompt_logprobs = []
         if reason:
             self.admission.lengths.record(request.num_output_tokens)
             self._finish(request)
         return output
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        params = request.sampling_params
+        params, num_tokens = request.sampling_params, len(request.token_ids)
+        num_output_tokens = num_tokens - request.num_prompt_tokens
         ends = token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
-        if ends and request.num_output_tokens > params.min_tokens:
+        if ends and num_output_tokens > params.min_tokens:
             return "stop"
-        if request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
+        if num_output_tokens >= params.max_tokens or num_tokens >= self.max_model_len:
             return "length"
         return None
 
@@ -283,38 +291,32 @@ class Scheduler:
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        if self._known_to_runner.pop(request_id, None) is not None:
+        if request_id in self._known_to_runner:
+            self._known_to_runner.remove(request_id)
             self._forgotten.append(request_id)
 
     def _plan(self, scheduled: list[tuple[Request, int]]) -> SchedulerOutput:
         new_requests, items = [], []
+        num_tokens = num_prompt_tokens = 0
         for request, num_new in scheduled:
-            sent = self._known_to_runner.get(request.request_id)
-            if sent is None:
-                sent = [0] * len(self.kv.groups)
-                new_requests.append(
-                    NewRequest(
-                        request_id=request.request_id,
-                        token_ids=list(request.token_ids),
-                        num_prompt_tokens=request.num_prompt_tokens,
-                        sampling_params=request.sampling_params,
-                        score_prompt=request.prompt_logprobs_pending,
-                        forks=request.forks,
-                    )
-                )
-            computed = request.num_computed_tokens
-            first_block, block_ids, held = self.kv.new_block_ids(request.request_id, sent, computed)
+            name, computed = request.request_id, request.num_computed_tokens
+            if name not in self._known_to_runner:
+                self._known_to_runner.add(name)
+                new_requests.append(_in_full(request))
+            first_block, block_ids = self.kv.take_new_block_ids(name)
             items.append(
                 ScheduledRequest(
-                    request_id=request.request_id,
+                    request_id=name,
                     num_computed_tokens=computed,
                     num_scheduled_tokens=num_new,
-                    block_ids=block_ids,
-                    first_block=first_block,
                     samples=computed + num_new == len(request.token_ids) and request.sampling_params.max_tokens > 0,
+                    first_block=first_block,
+                    block_ids=block_ids,
                 )
             )
-            self._known_to_runner[request.request_id] = held
+            num_tokens += num_new
+            if computed < request.num_prompt_tokens:
+                num_prompt_tokens += min(num_new, request.num_prompt_tokens - computed)
         self._step += 1
         forgotten, self._forgotten = self._forgotten, []
         return SchedulerOutput(
@@ -323,13 +325,20 @@ class Scheduler:
             scheduled=items,
             forgotten_request_ids=forgotten,
             block_copies=self.kv.take_block_copies(),
-            num_scheduled_tokens=sum(num_new for _, num_new in scheduled),
-            num_prompt_tokens=sum(
-                min(num_new, request.num_prompt_tokens - request.num_computed_tokens)
-                for request, num_new in scheduled
-                if request.num_computed_tokens < request.num_prompt_tokens
-            ),
+            num_scheduled_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
         )
+
+
+def _in_full(request: Request) -> NewRequest:
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling_params=request.sampling_params,
+        score_prompt=request.prompt_logprobs_pending,
+        forks=request.forks,
+    )
 
 
 def _order(request: Request) -> tuple[int, float]:

@@ -17,15 +17,16 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     forks: list[tuple[str, int | None]] = []  # further samples of the first token: their names and seeds
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Positions [num_computed_tokens, num_computed_tokens + num_scheduled_tokens) of one request."""
 
     request_id: str
     num_computed_tokens: int
     num_scheduled_tokens: int
-    block_ids: tuple[list[int], ...]  # for each group: its blocks from `first_block` on
-    first_block: tuple[int, ...]
     samples: bool  # the last position is the request's last token: a new one follows from it
+    # Where its block tables have changed: for each group its blocks from `first_block` on.
+    first_block: tuple[int, ...] = ()
+    block_ids: tuple[list[int], ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):

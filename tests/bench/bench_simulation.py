@@ -49,8 +49,9 @@ class SimulatedEngine:
         block_tokens: int = 16,
         max_model_len: int = 16_384,
         max_tokens: int = 1024,
+        enable_prefix_caching: bool = False,
     ) -> None:
-        self.kv = KVCacheManager(one_group(block_tokens), num_blocks, enable_prefix_caching=False)
+        self.kv = KVCacheManager(one_group(block_tokens), num_blocks, enable_prefix_caching)
         self.scheduler = Scheduler(self.kv, policy, {EOS}, max_model_len)
         self._max_tokens = max_tokens
         self._left: dict[str, int] = {}
@@ -62,7 +63,7 @@ class SimulatedEngine:
         self.scheduler.add_request(
             EngineRequest(
                 request_id=request_id,
-                prompt_token_ids=[OTHER] * arrival.num_prompt_tokens,
+                prompt_token_ids=[OTHER + number] * arrival.num_prompt_tokens,  # no two share a block
                 sampling_params=params,
                 arrival_time_s=float(number),
             )

@@ -1,17 +1,17 @@
 """The scheduler alone: budgets, order, ends. No model: a step's result is made up."""
 
 import random
-import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
-from llmq.runtime.admission import peak_blocks
+from llmq.runtime.admission import MIN_HISTORY, UNKNOWN, peak_blocks
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.policy import StepPolicy
-from llmq.runtime.request import EngineRequest
+from llmq.runtime.request import BeamParams, EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import RequestResult, SchedulerOutput, StepResult
@@ -341,7 +341,8 @@ def test_every_request_ends_with_all_its_tokens(requests, num_blocks, budget, ca
             assert new.request_id not in tables
             tables[new.request_id] = []
         for item in plan.scheduled:
-            tables[item.request_id][item.first_block[0] :] = item.block_ids[0]
+            for first, ids in zip(item.first_block, item.block_ids, strict=True):
+                tables[item.request_id][first:] = ids
             assert tables[item.request_id] == scheduler.kv.block_ids(item.request_id)[0]
             assert len(tables[item.request_id]) * 16 >= item.num_computed_tokens + item.num_scheduled_tokens
         assert plan.num_scheduled_tokens <= budget
@@ -353,25 +354,26 @@ def test_every_request_ends_with_all_its_tokens(requests, num_blocks, budget, ca
     assert scheduler.kv.pool.num_free_blocks == num_blocks
 
 
-@pytest.mark.bench
-def test_overhead_of_a_step_with_256_running():
-    scheduler = make(num_blocks=256 * 40, max_num_seqs=256, budget=4096, max_model_len=4096)
-    for index in range(256):
-        add(scheduler, str(index), 500, arrival=index, first_token=index, max_tokens=100)
-    while len(scheduler.running) < 256 or scheduler.waiting:
-        step(scheduler)
+def test_admission_learns_from_answers_that_their_readers_cut():
+    scheduler = make()
+    lengths = scheduler.admission.lengths
+    for number in range(MIN_HISTORY):
+        add(scheduler, str(number), 4, max_tokens=100)
     for _ in range(3):
         step(scheduler)
-    start = time.perf_counter()
-    for _ in range(50):
-        plan = scheduler.schedule()
-        results = {i.request_id: RequestResult(token_ids=[9]) for i in plan.scheduled}
-        scheduler.update_from_output(plan, StepResult(results=results))
-    print(f"schedule + update at 256 running: {(time.perf_counter() - start) / 50 * 1e3:.2f} ms")
+    for number in range(MIN_HISTORY):
+        scheduler.abort(str(number))  # as a stop string ends one
+    assert lengths.expected_remaining(np.array([0, 1, 2])).tolist() == [UNKNOWN] * 3  # half of them never ran
+    for _ in range(MIN_HISTORY):
+        lengths.record(8)
+    assert lengths.expected_remaining(np.array([0, 2, 8])).tolist() == [8, 6, UNKNOWN]
 
 
-def test_forks_to_come_are_counted_before_they_are_there():
-    """12 blocks. A parent and three forks will hold 4 × 3; beside a request of 3 that runs they would not fit."""
+@pytest.mark.parametrize(
+    "sequences", [{"forks": [("a", 1), ("b", 2), ("c", 3)]}, {"beams": BeamParams(width=4)}], ids=["forks", "beams"]
+)
+def test_sequences_to_come_are_counted_before_they_are_there(sequences):
+    """12 blocks. A parent and three more will hold 4 × 3; beside a request of 3 that runs they would not fit."""
     scheduler = make(num_blocks=12, budget=256)
     add(scheduler, "first", 20, max_tokens=20)
     scheduler.add_request(
@@ -379,8 +381,8 @@ def test_forks_to_come_are_counted_before_they_are_there():
             request_id="parent",
             prompt_token_ids=[5] * 20,
             sampling_params=SamplingParams(max_tokens=20),
-            forks=[("a", 1), ("b", 2), ("c", 3)],
             arrival_time_s=1.0,
+            **sequences,
         )
     )
     assert scheduled(step(scheduler)[0]) == {"first": 20}

@@ -93,10 +93,9 @@ class World:
         written: list[int] = []
         for item in plan.scheduled:
             tables, end = self.tables[item.request_id][1], item.num_computed_tokens + item.num_scheduled_tokens
-            for group, table, first, ids in zip(
-                self.layout.groups, tables, item.first_block, item.block_ids, strict=True
-            ):
+            for table, first, ids in zip(tables, item.first_block, item.block_ids, strict=False):
                 table[first:] = ids
+            for group, table in zip(self.layout.groups, tables, strict=True):
                 blocks = range(item.num_computed_tokens // group.block_tokens, -(-end // group.block_tokens))
                 written += [table[position] for position in blocks]
         assert len(written) == len(set(written))

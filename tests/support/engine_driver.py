@@ -91,5 +91,8 @@ class Reference:
 
 
 def force_preemption(engine: Engine) -> None:
-    """Let it admit whatever fits now, as if every request were about to end: a small pool then runs dry."""
-    engine.scheduler.admission.lengths.expected_remaining = lambda request: 0
+    """Let it admit whatever fits now, however much it may grow: a small pool then runs dry."""
+    kv = engine.scheduler.kv
+    engine.scheduler.admission.has_room = lambda request, hit, running: (
+        kv.blocks_to_admit(request, hit) <= kv.pool.num_free_blocks
+    )
