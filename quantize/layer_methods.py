@@ -11,7 +11,7 @@ from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_stream import LayerStream, TensorReader
 from llmq.quantize.layer_work import LayerOutcome, LayerWork
-from llmq.quantize.mappings import MAPPINGS
+from llmq.quantize.mappings import mappings_of
 from llmq.quantize.preflight import Plan
 from llmq.quantize.report import LinearReport, ScalingReport, linear_report, relative_error
 from llmq.quantize.rounding import quantize_weight
@@ -28,8 +28,7 @@ def awq_layers(
     """
     source = plan.source
     stream = LayerStream(source, device)
-    hidden = stream.embed(calibration.samples)
-    mappings = MAPPINGS[source.architecture.model_type]
+    hidden = list(stream.embed(calibration.samples))
     targets_by_layer: dict[int, list[Target]] = {}
     for target in plan.targets:
         targets_by_layer.setdefault(target.layer, []).append(target)
@@ -44,7 +43,7 @@ def awq_layers(
                     LayerWork(
                         layer,
                         {target.name.removeprefix(prefix): plan.recipe.scheme for target in targets},
-                        mappings,
+                        mappings_of(source, index),
                         hidden,
                         partial(stream.run, index, layer),
                         getattr(torch, plan.dtype),

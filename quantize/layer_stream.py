@@ -1,6 +1,6 @@
 """A decoder's layers one at a time, through transformers' own modules: one layer's weights in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,13 @@ from torch import Tensor, nn
 
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError
+from llmq.quantize.experts import UnfusedExperts, unfuse
+
+# Tokens that go through a layer at once: enough for the products to run at full speed, few enough that what lies
+# between them stays small.
+BATCH_TOKENS = 2048
+# Lengths whose masks and rotary embeddings are kept: a mask is length * length.
+_KEPT_LENGTHS = 4
 
 
 class TensorReader:
@@ -28,7 +35,7 @@ class _Probe(nn.Module):
     """Stands where a decoder layer was and keeps what the model passes it."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.kwargs = kwargs
+        self.hidden_states, self.kwargs = hidden_states, kwargs
         return hidden_states
 
 
@@ -36,18 +43,24 @@ class LayerStream:
     """The decoder layers of a checkpoint, in float32 on `device`, and the inputs each gets.
 
     The model is built without weights; a layer has them only inside `layer()`. What a layer is called with (mask,
-    rotary embeddings) is what the model's own forward passes, so that nothing of an architecture is repeated here.
+    rotary embeddings) and what the first one reads is what the model's own forward makes, so that nothing of an
+    architecture is repeated here.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.read, self.device = TensorReader(checkpoint), device
-        self._names = tuple(checkpoint.tensors)
+        self.checkpoint, self.read, self.device = checkpoint, TensorReader(checkpoint), device
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         config.use_cache = False
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().model
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self._model = getattr(model, "model", None)
+        if not all(hasattr(self._model, part) for part in ("layers", "embed_tokens", "norm", "rotary_emb")):
+            raise FailedError(
+                f"model_type {checkpoint.architecture.model_type!r}: transformers' {type(model).__name__} is not built "
+                "as the decoders that can be calibrated here; --rtn and --fp8 need no calibration"
+            )
         self._layers = list(self._model.layers)
         self._prepare_skeleton(config)
         self._kwargs_by_length: dict[int, list[dict[str, Any]]] = {}
@@ -58,26 +71,47 @@ class LayerStream:
         model.rotary_emb = type(model.rotary_emb)(config=config).to(self.device)
         model.layers = nn.ModuleList([_Probe() for _ in self._layers])
         model.norm = nn.Identity()
+        embed = model.embed_tokens
+        for name, _ in list(embed.named_buffers(recurse=False)):  # Gemma's factor, which is not stored either
+            setattr(embed, name, torch.tensor(getattr(embed, f"scalar_{name}"), device=self.device))
+        embed.padding_idx = None
+        rest = [name for name, part in model.named_children() if name != "embed_tokens" and _has_no_weights(part)]
+        if rest:
+            raise FailedError(
+                f"model_type {self.checkpoint.architecture.model_type!r} has {', '.join(rest)} beside its layers, "
+                "which cannot be calibrated here; --rtn and --fp8 need no calibration"
+            )
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def embed(self, samples: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-        """The first layer's inputs: float32 [1, length, hidden] for each sample, on the CPU."""
-        table = self.read("model.embed_tokens.weight")
-        return [table[torch.tensor(ids)].to(torch.float32).unsqueeze(0) for ids in samples]
+    def embed(self, samples: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """The first layer's inputs: float32 [batch, length, hidden] on the CPU, samples of one length together."""
+        used = torch.tensor(sorted({token for ids in samples for token in ids}))
+        table = self.read("model.embed_tokens.weight")[used]  # of 150,000 words a few thousand are met
+        self._model.embed_tokens.weight = nn.Parameter(table.to(self.device, torch.float32), requires_grad=False)
+        for ids in _batches(samples):
+            self._model(input_ids=torch.searchsorted(used, ids).to(self.device), use_cache=False)
+            yield self._model.layers[0].hidden_states.to("cpu", copy=True)
+        self._model.embed_tokens.to("meta")
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Decoder layer `index` with its weights in float32; they are let go at the end."""
+        """Decoder layer `index` with its weights in float32; they are let go at the end.
+
+        Its modules have the names of the checkpoint, relative to the layer.
+        """
         prefix = f"model.layers.{index}."
+        layer, family = self._layers[index], self.checkpoint.architecture.family
+        if family is not None and family.experts is not None:
+            unfuse(layer, family.experts)
         state = {
-            name.removeprefix(prefix): self.read(name).to(self.device, torch.float32)
-            for name in self._names
+            # A copy: a tensor read may be a view of the file, wherever in a page it lies.
+            name.removeprefix(prefix): self.read(name).to(self.device, torch.float32, copy=True)
+            for name in self.checkpoint.tensors
             if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
         }
-        layer = self._layers[index]
         missing, unexpected = layer.load_state_dict(state, strict=False, assign=True)
         if missing or unexpected:
             raise FailedError(f"layer {index}: tensors {missing or unexpected} are not what the architecture has")
@@ -86,15 +120,39 @@ class LayerStream:
         finally:
             layer.to("meta")
 
-    def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """The layer's output for one sample, [1, length, hidden] -> the same, on the CPU."""
-        kwargs = self._kwargs(hidden.shape[1])[index]
+    def run(self, index: int, layer: nn.Module, hidden: Tensor, **changed: Any) -> Tensor:
+        """The layer's output for a batch of samples, [batch, length, hidden] -> the same, on the device.
+
+        changed: keyword arguments of the layer other than those that the model passes.
+        """
+        kwargs = {**self._kwargs(hidden.shape[1])[index], **changed}
         output = layer(hidden.to(self.device), **kwargs)
-        return (output[0] if isinstance(output, tuple) else output).to("cpu")
+        return output[0] if isinstance(output, tuple) else output
 
     def _kwargs(self, length: int) -> list[dict[str, Any]]:
         if length not in self._kwargs_by_length:
+            if len(self._kwargs_by_length) == _KEPT_LENGTHS:
+                self._kwargs_by_length.pop(next(iter(self._kwargs_by_length)))
             embeds = torch.zeros(1, length, self._model.config.hidden_size, device=self.device)
             self._model(inputs_embeds=embeds, use_cache=False)
             self._kwargs_by_length[length] = [probe.kwargs for probe in self._model.layers]
         return self._kwargs_by_length[length]
+
+
+def experts_of(layer: nn.Module) -> UnfusedExperts | None:
+    return next((module for module in layer.modules() if isinstance(module, UnfusedExperts)), None)
+
+
+def _batches(samples: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """int64 [batch, length]: samples of one length together, the longest first, at most BATCH_TOKENS tokens."""
+    by_length: dict[int, list[Sequence[int]]] = {}
+    for ids in samples:
+        by_length.setdefault(len(ids), []).append(ids)
+    for length in sorted(by_length, reverse=True):
+        size = max(1, BATCH_TOKENS // length)
+        alike = by_length[length]
+        yield from (torch.tensor(alike[start : start + size]) for start in range(0, len(alike), size))
+
+
+def _has_no_weights(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

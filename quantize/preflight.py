@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError, InputError
+from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
-from llmq.quantize.mappings import MAPPINGS
 from llmq.quantize.recipe import STANDARD_GROUP_SIZES, Recipe
 from llmq.quantize.targets import HEAD, Selection, Target, select_targets
 
@@ -46,12 +46,16 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
     """Check all that can be checked without reading a weight. Raises InputError or FailedError; makes no file."""
     _refuse_quantized(source)
     architecture = source.architecture  # refuses an unknown model_type by name
-    if recipe.method in ("awq", "smoothquant") and architecture.model_type not in MAPPINGS:
+    if recipe.method in ("awq", "smoothquant") and architecture.family is None:
         raise InputError(
             f"--{recipe.method}: which norm feeds which linears is not known for model_type "
-            f"{architecture.model_type!r} ({', '.join(MAPPINGS)} are known)"
+            f"{architecture.model_type!r} ({', '.join(FAMILIES)} are known)"
         )
-    if recipe.method in ("gptq", "fp8") and architecture.family is not None and architecture.family.experts is not None:
+    if (
+        recipe.method in ("gptq", "fp8", "smoothquant")
+        and architecture.family is not None
+        and architecture.family.experts is not None
+    ):
         raise InputError(
             f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
             "they are stored one by one; --rtn quantizes them"

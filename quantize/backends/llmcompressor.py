@@ -23,7 +23,7 @@ from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_stream import TensorReader
-from llmq.quantize.mappings import MAPPINGS
+from llmq.quantize.mappings import mappings_of
 from llmq.quantize.preflight import Plan
 from llmq.quantize.report import ScalingReport, linear_report, relative_error
 
@@ -117,13 +117,15 @@ def _smoothed(plan: Plan) -> tuple[list[tuple[list[str], str]], list[ScalingRepo
     used, reports = [], []
     for index in range(plan.source.architecture.num_layers):
         prefix = f"model.layers.{index}."
-        for mapping in MAPPINGS[plan.source.architecture.model_type]:
+        for mapping in mappings_of(plan.source, index):
             names = tuple(prefix + name for name in mapping.linears)
             skipped = None
             if kept := [name for name in names if name not in quantized]:
                 skipped = f"{', '.join(kept)} left in 16 bit"
             elif mapping.kind != "norm":
                 skipped = "SmoothQuant folds into norms only"
+            elif mapping.obstacle is not None:
+                skipped = mapping.obstacle
             else:
                 used.append((list(names), prefix + mapping.source))
             alpha = None if skipped else SMOOTHING_STRENGTH

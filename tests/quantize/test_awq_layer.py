@@ -11,7 +11,7 @@ from llmq.quantize.awq_layer import AwqLayer, quantize_layer
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_stream import LayerStream
 from llmq.quantize.layer_work import LayerWork
-from llmq.quantize.mappings import MAPPINGS, ScaleMapping, why_skipped
+from llmq.quantize.mappings import ScaleMapping, mappings_of, why_skipped
 
 G16 = WeightScheme("int", 4, "group", 16, symmetric=False)
 ALL = {
@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, folder, index=1):
         checkpoint = read_checkpoint(folder)
         self.stream, self.index = LayerStream(checkpoint, torch.device("cpu")), index
-        self.mappings = MAPPINGS[checkpoint.architecture.model_type]
+        self.mappings = mappings_of(checkpoint, 0)
         self.head_dim = checkpoint.architecture.head_dim
         hidden = checkpoint.architecture.hidden_size
         torch.manual_seed(0)

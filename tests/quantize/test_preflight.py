@@ -152,12 +152,11 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path):
     assert "'mamba'" in refuse(fake_checkpoint(tmp_path, model_type="mamba"), Recipe.of("awq"), tmp_path / "out")
 
 
-def test_an_architecture_without_a_mapping_is_refused_by_awq(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight_module, "MAPPINGS", {"qwen2": ()})
-    message = refuse(fake_checkpoint(tmp_path), Recipe.of("awq"), tmp_path / "out")
-    assert "'llama'" in message
+def test_an_architecture_without_a_mapping_is_refused_by_awq(tmp_path):
+    message = refuse(fake_checkpoint(tmp_path, model_type="stablelm"), Recipe.of("awq"), tmp_path / "out")
+    assert "'stablelm'" in message
     assert "qwen2" in message
-    preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")
+    preflight(fake_checkpoint(tmp_path, model_type="stablelm"), Recipe.of("rtn"), tmp_path / "out")
 
 
 def test_out_that_holds_something_is_refused(tmp_path):
