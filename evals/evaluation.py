@@ -31,11 +31,21 @@ class Subject:
 
     @classmethod
     def open(
-        cls, folder: Path, numerics: Numerics, *, max_model_len: int | None = None, max_num_seqs: int = 32
+        cls,
+        folder: Path,
+        numerics: Numerics,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        enable_prefix_caching: bool = True,
     ) -> "Subject":
         """`max_model_len` None: the model's own context, as far as memory holds it."""
         config = EngineConfig(
-            model=str(folder), max_model_len=max_model_len, max_num_seqs=max_num_seqs, **asdict(numerics)
+            model=str(folder),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            **asdict(numerics),
         )
         return cls(folder, Engine.from_config(config), Tokenizer.from_folder(folder))
 

@@ -3,8 +3,9 @@
 import json
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -114,6 +115,27 @@ class Engine:
         if not isinstance(self.executor, InProcessExecutor):
             raise InputError("logits can only be observed where the engine runs in this process")
         self.executor.runner.logits_observer = observer
+
+    @contextmanager
+    def replaced_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Compute with other numbers in some linears ([out, in], by the checkpoint's names) until the block ends.
+
+        For linears in 16 bit, in this process, without a prefix cache: what it remembers was computed with others.
+        Raises InputError for a linear that cannot be replaced.
+        """
+        if self.scheduler.kv.enable_prefix_caching or not isinstance(self.executor, InProcessExecutor):
+            raise InputError("weights can be replaced in an engine in this process, without a prefix cache")
+        dense = self.executor.runner.model.dense_weights
+        if missing := [name for name in weights if name not in dense]:
+            raise InputError(f"{missing[0]} is no linear in 16 bit that llmq's own decoder runs: it cannot be replaced")
+        originals = {name: dense[name].clone() for name in weights}
+        try:
+            for name, weight in weights.items():
+                dense[name].copy_(weight)
+            yield
+        finally:
+            for name, original in originals.items():
+                dense[name].copy_(original)
 
     def stats(self) -> EngineStats:
         kv = self.scheduler.kv

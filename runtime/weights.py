@@ -67,6 +67,7 @@ class DecoderLoader:
         self.tensors = TensorReader(checkpoint)
         self.quantization = QuantizationConfig.from_config(checkpoint.quantization) if checkpoint.quantization else None
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
+        self.dense_weights: dict[str, Tensor] = {}  # linear in 16 bit -> its rows of what is multiplied with
         self.rope_parameters = ropes_of(self.config, family, self.architecture.num_layers)
         self.activation = _activation(self._value("activation"))
         if "text_config" in checkpoint.config and "model.embed_tokens.weight" not in self.tensors:
@@ -95,6 +96,7 @@ class DecoderLoader:
             final_norm=self._norm("model.norm"),
             head=OutputHead(head, self._value("logits_divisor"), self._value("logits_softcap")),
             ropes=list(dict.fromkeys(rope for rope in ropes if rope is not None)),
+            dense_weights=self.dense_weights,
         )
         self._check_all_read()
         return decoder
@@ -190,7 +192,10 @@ class DecoderLoader:
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
         biases = [self._dense(f"{name}.bias") if has_bias else None for name in names]
-        return self._as_run(make_linear(weights, biases, self.dtype))
+        linear = make_linear(weights, biases, self.dtype)
+        if isinstance(linear, DenseLinear):
+            self.dense_weights.update(zip(names, linear.weight.split([len(weight) for weight in weights]), strict=True))
+        return self._as_run(linear)
 
     def _as_run(self, linear: Linear) -> Linear:
         return FixedRowsLinear(linear) if self.batch_invariant else linear

@@ -1,6 +1,6 @@
 """The decoder: one forward for every family in `profiles/families.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -64,6 +64,7 @@ class Decoder:
         final_norm: Norm,
         head: OutputHead,
         ropes: Sequence[RotaryEmbedding],
+        dense_weights: Mapping[str, Tensor],
     ) -> None:
         self.embedding = embedding  # [vocab_size, hidden_size]
         self.embedding_scale = embedding_scale
@@ -71,6 +72,7 @@ class Decoder:
         self.final_norm = final_norm
         self.head = head
         self.ropes = ropes
+        self.dense_weights = dense_weights  # by the checkpoint's names: views of what `blocks` multiply with
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Which code runs a checkpoint: the decoder that is described by data, or transformers' own."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -20,6 +21,7 @@ class Model(Protocol):
     num_bytes: int  # of all weights in memory
     kernels: frozenset[str]  # what multiplies the linears of the layers
     rotations: frozenset[str]  # the kinds of its rotary embeddings
+    dense_weights: Mapping[str, torch.Tensor]  # linears in 16 bit, by name: what is multiplied with
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""

@@ -65,6 +65,9 @@ class TransformersDecoder:
     def __init__(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}  # a tied one once
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.dense_weights = {
+            name: module.weight.data for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
         self._decoder = model.base_model
         self._model = model
         setattr(model, model.base_model_prefix, _Passthrough())
