@@ -1,28 +1,31 @@
-"""The compressed-tensors layout (llm-compressor, vLLM, transformers): its `quantization_config` and its tensors.
+"""The compressed-tensors layout (llm-compressor, vLLM, transformers): its tensors, read and written."""
 
-A config has groups, each a scheme for the modules its `targets` name (an exact name, `re:` and a pattern, or a class
-such as `Linear`), and an `ignore` list of the same kind. What this reader cannot honour in full it refuses by name.
-"""
-
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32, unpack_int32
-from llmq.quantize.formats.scheme import ActivationScheme, FormatError, KVCacheScheme, WeightScheme
+from llmq.quantize.formats.base import GetTensor, Range, get_all, part_of
+from llmq.quantize.formats.column_order import group_index, sorted_columns, stored_values
+from llmq.quantize.formats.compressed_tensors_config import (
+    ConfigGroup,
+    best_match,
+    disk_layout,
+    group_config,
+    kv_config,
+    matches,
+    read_group,
+    read_kv_scheme,
+)
+from llmq.quantize.formats.packing import pack_int32, pack_unsigned, unpack_int32
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import FormatError, KVCacheScheme, WeightScheme
+
+__all__ = ["QUANT_METHOD", "CompressedTensorsWriter", "ConfigGroup", "QuantizationConfig", "matches", "to_tensors"]
 
 QUANT_METHOD = "compressed-tensors"
-READABLE_LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-
-
-@dataclass(frozen=True)
-class ConfigGroup:
-    targets: tuple[str, ...]
-    scheme: WeightScheme
 
 
 @dataclass(frozen=True)
@@ -46,31 +49,28 @@ class QuantizationConfig:
             if _is_set(config.get(key)):
                 raise FormatError(f"quantization_config: a {key} is not supported")
         groups = tuple(
-            _read_group(name, group, config.get("format"))
-            for name, group in (config.get("config_groups") or {}).items()
+            read_group(name, group, config.get("format")) for name, group in (config.get("config_groups") or {}).items()
         )
         kv = config.get("kv_cache_scheme")
         if not groups and kv is None:
             raise FormatError("quantization_config: it has no config_groups")
-        return cls(groups, tuple(config.get("ignore") or ()), None if kv is None else _read_kv_scheme(kv))
+        return cls(groups, tuple(config.get("ignore") or ()), None if kv is None else read_kv_scheme(kv))
 
     def scheme_for(self, module_name: str, class_name: str = "Linear") -> WeightScheme | None:
-        """The scheme of a module by its name in the checkpoint; None if it is left in 16 bit.
-
-        As in compressed-tensors an exact name wins over a pattern, a pattern over a class.
-        """
-        if any(_matches(pattern, module_name, class_name) for pattern in self.ignore):
+        """The scheme of a module by its name in the checkpoint; None if it is left in 16 bit."""
+        if matches(self.ignore, module_name, class_name):
             return None
         by_target = {target: group.scheme for group in reversed(self.groups) for target in group.targets}
-        for target in sorted(by_target, key=lambda t: (_specificity(t, module_name), t)):
-            if _matches(target, module_name, class_name):
-                return by_target[target]
-        return None
+        target = best_match(by_target, module_name, class_name)
+        return None if target is None else by_target[target]
 
     @staticmethod
     def tensor_names(module_name: str, scheme: WeightScheme) -> tuple[str, ...]:
         """The tensors that make one linear's weight (a bias, if any, is apart)."""
-        if scheme.layout == "pack-quantized":
+        is_nvfp4 = disk_layout(scheme) == "nvfp4-pack-quantized"
+        if is_nvfp4:
+            suffixes = ["weight_packed", "weight_scale", "weight_global_scale"]
+        elif scheme.layout == "pack-quantized":
             suffixes = ["weight_packed", "weight_scale", "weight_shape"]
         else:
             suffixes = ["weight", "weight_scale"]
@@ -78,53 +78,98 @@ class QuantizationConfig:
             suffixes.append("weight_zero_point")
         if scheme.has_column_groups:
             suffixes.append("weight_g_idx")
-        if scheme.activation is not None and not scheme.activation.dynamic:
+        if scheme.activation is not None and scheme.activation.bits == 4:
+            suffixes.append("input_global_scale")
+        elif scheme.activation is not None and not scheme.activation.dynamic:
             suffixes.append("input_scale")
         return tuple(f"{module_name}.{suffix}" for suffix in suffixes)
 
-    def read(self, module_name: str, get_tensor: Callable[[str], Tensor]) -> QuantizedWeight:
-        """One linear, packed as stored. `get_tensor(name)` raises KeyError for a tensor that is not there."""
+    def read(
+        self, module_name: str, get_tensor: GetTensor, rows: Range | None = None, columns: Range | None = None
+    ) -> QuantizedWeight:
+        """One linear, packed as stored, or a part of it (`CheckpointFormat.read`)."""
         scheme = self.scheme_for(module_name)
         if scheme is None:
             raise FormatError(f"{module_name} is not quantized in this checkpoint")
-        stored = {}
-        for name in self.tensor_names(module_name, scheme):
-            try:
-                stored[name.rsplit(".", 1)[1]] = get_tensor(name)
-            except KeyError:
-                raise FormatError(f"the checkpoint lacks {name}, which its scheme ({scheme.name}) needs") from None
-        return _assemble(module_name, scheme, stored)
+        stored = get_all(module_name, self.tensor_names(module_name, scheme), scheme, get_tensor)
+        return part_of(_assemble(module_name, scheme, stored), rows, columns)
+
+    def may_ignore(self, tensor_name: str, get_tensor: GetTensor) -> bool:
+        # Of the KV dtype that the checkpoint suggests, when another one is served.
+        return self.kv_cache_scheme is not None and tensor_name.endswith((".k_scale", ".v_scale"))
 
     def to_config(self) -> dict[str, Any]:
         """The dict to store under `quantization_config`, as llm-compressor writes it."""
-        layouts = {group.scheme.layout for group in self.groups}
+        layouts = {disk_layout(group.scheme) for group in self.groups}
         return {
             "quant_method": QUANT_METHOD,
             "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
             "quantization_status": "compressed",
-            "config_groups": {f"group_{index}": _group_config(group) for index, group in enumerate(self.groups)},
+            "config_groups": {f"group_{index}": group_config(group) for index, group in enumerate(self.groups)},
             "ignore": list(self.ignore),
-            "kv_cache_scheme": None if self.kv_cache_scheme is None else _kv_config(self.kv_cache_scheme),
+            "kv_cache_scheme": None if self.kv_cache_scheme is None else kv_config(self.kv_cache_scheme),
             "global_compression_ratio": None,
         }
 
 
-def to_tensors(module_name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors to store for one linear: the inverse of `QuantizationConfig.read`."""
-    if weight.scheme.layout == "pack-quantized":
-        tensors = {"weight_packed": weight.values, "weight_shape": torch.tensor(weight.shape, dtype=torch.int64)}
-    else:
-        tensors = {"weight": weight.values}
-    tensors["weight_scale"] = weight.scale
-    if weight.zero_point is not None:
-        tensors["weight_zero_point"] = weight.zero_point
-        if weight.scheme.layout == "pack-quantized":  # packed along the output dimension
-            tensors["weight_zero_point"] = pack_int32(weight.zero_point.T, weight.scheme.bits).T
-    if weight.column_group is not None:
-        tensors["weight_g_idx"] = weight.column_group.to(torch.int32)
-    if weight.input_scale is not None:
-        tensors["input_scale"] = weight.input_scale.to(weight.scale.dtype).view(1)
-    return {f"{module_name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
+def _is_set(section: dict[str, Any] | None) -> bool:
+    """Whether a sparsity or transform section asks for anything ({} and `format: dense` do not)."""
+    return bool(section) and section.get("format") != "dense" and section.get("config_groups") != {}
+
+
+def _assemble(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor]) -> QuantizedWeight:
+    values, shape = _values(module_name, scheme, stored)
+    if scheme.strategy == "group" and shape[1] % scheme.group_size:
+        raise FormatError(
+            f"{module_name}: group size {scheme.group_size} does not divide its {shape[1]} input features"
+        )
+    scale_shape = scheme.scale_shape(shape)
+    scale = stored["weight_scale"]
+    if scale.numel() != scale_shape[0] * scale_shape[1]:
+        raise FormatError(f"{module_name}.weight_scale is {list(scale.shape)}, its scheme asks {list(scale_shape)}")
+    zero_point = stored.get("weight_zero_point")
+    if zero_point is not None:
+        if scheme.layout == "pack-quantized" and zero_point.dtype == torch.int32:
+            zero_point = unpack_int32(zero_point.T.contiguous(), scheme.bits, shape[0]).T.contiguous()
+        zero_point = zero_point.to(torch.int8).view(scale_shape)
+    order = None
+    if "weight_g_idx" in stored:
+        values, order = sorted_columns(module_name, scheme, shape, values, stored["weight_g_idx"])
+    outer, input_scale = stored.get("weight_global_scale"), stored.get("input_scale")
+    if "input_global_scale" in stored:
+        input_scale = stored["input_global_scale"]
+    return QuantizedWeight(
+        scheme=scheme,
+        shape=shape,
+        values=values,
+        scale=scale.view(scale_shape),
+        zero_point=zero_point,
+        input_scale=None if input_scale is None else input_scale.to(torch.float32).view(()),
+        column_order=order,
+        # NVFP4 divides by its global scale. In float64, whose inverse's inverse is the same float32 again.
+        outer_scale=None if outer is None else 1 / outer.to(torch.float64).view(1, 1),
+    )
+
+
+def _values(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor]) -> tuple[Tensor, tuple[int, int]]:
+    """The numbers and the shape of the weight that they make."""
+    if scheme.layout != "pack-quantized":
+        return stored["weight"], tuple(stored["weight"].shape)
+    packed = stored["weight_packed"]
+    if "weight_shape" not in stored:  # NVFP4: two codes a byte
+        return packed.contiguous().view(torch.int32), (packed.shape[0], packed.shape[1] * 2)
+    shape = tuple(int(size) for size in stored["weight_shape"])
+    expected = (shape[0], -(-shape[1] * scheme.bits // 32))
+    per_word = 32 // scheme.bits
+    if 32 % scheme.bits and tuple(packed.shape) == (shape[0], -(-shape[1] // per_word)) != expected:
+        # Older versions let no number go across words: 10 of 3 bits in each.
+        spread = torch.stack([(packed >> (scheme.bits * n)) & ((1 << scheme.bits) - 1) for n in range(per_word)], dim=2)
+        return pack_unsigned(spread.view(shape[0], -1)[:, : shape[1]], scheme.bits), shape
+    if tuple(packed.shape) != expected:
+        raise FormatError(
+            f"{module_name}.weight_packed is {list(packed.shape)}, its weight_shape asks {list(expected)}"
+        )
+    return packed, shape
 
 
 class CompressedTensorsWriter:
@@ -133,7 +178,7 @@ class CompressedTensorsWriter:
     name = QUANT_METHOD
 
     def check(self, scheme: WeightScheme, shape: tuple[int, int] | None = None) -> None:
-        _read_group("config_groups.group_0", _group_config(ConfigGroup(("Linear",), scheme)), None)
+        read_group("config_groups.group_0", group_config(ConfigGroup(("Linear",), scheme)), None)
         if shape is not None and scheme.strategy == "group" and shape[1] % scheme.group_size:
             raise FormatError(f"group size {scheme.group_size} does not divide {shape[1]} input features")
 
@@ -156,162 +201,26 @@ class CompressedTensorsWriter:
         return QuantizationConfig(groups, tuple(sorted(left_alone)), kv_cache_scheme).to_config()
 
 
-def matches(patterns: Iterable[str], module_name: str, class_name: str = "Linear") -> bool:
-    """Whether any pattern (an exact name, `re:` and a regular expression, or a class) names the module."""
-    return any(_matches(pattern, module_name, class_name) for pattern in patterns)
-
-
-def _matches(pattern: str, module_name: str, class_name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module_name) is not None
-    return pattern in (module_name, class_name)
-
-
-def _specificity(target: str, module_name: str) -> int:
-    if target == module_name:
-        return 0
-    return 1 if target.startswith("re:") else 2
-
-
-def _is_set(section: dict[str, Any] | None) -> bool:
-    """Whether a sparsity or transform section asks for anything ({} and `format: dense` do not)."""
-    return bool(section) and section.get("format") != "dense" and section.get("config_groups") != {}
-
-
-def _read_group(name: str, group: dict[str, Any], default_layout: str | None) -> ConfigGroup:
-    where = f"quantization_config.{name}"
-    layout = group.get("format") or default_layout
-    if layout not in READABLE_LAYOUTS:
-        raise FormatError(f"{where}: format {layout!r} is not supported ({', '.join(READABLE_LAYOUTS)} are)")
-    if group.get("output_activations"):
-        raise FormatError(f"{where}: quantized output activations are not supported")
-    weights = group.get("weights")
-    if not weights:
-        raise FormatError(f"{where}: a group that does not quantize weights is not supported")
-    return ConfigGroup(
-        tuple(group["targets"]), _read_weight_scheme(where, weights, layout, group.get("input_activations"))
-    )
-
-
-def _read_weight_scheme(where: str, weights: dict, layout: str, activations: dict | None) -> WeightScheme:
-    kind, bits, group_size = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("group_size")
-    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(group_size, "group")
-    if strategy not in ("tensor", "channel", "group"):
-        raise FormatError(f"{where}: weight strategy {strategy!r} is not supported (tensor, channel and group are)")
-    if layout == "naive-quantized":
-        layout = "int-quantized" if kind == "int" else "float-quantized"
-    legal_bits = {"pack-quantized": ("int", (4, 8)), "int-quantized": ("int", (8,)), "float-quantized": ("float", (8,))}
-    if kind != legal_bits[layout][0] or bits not in legal_bits[layout][1]:
-        raise FormatError(f"{where}: {bits}-bit {kind} weights in the {layout} format are not supported")
-    if weights.get("dynamic"):
-        raise FormatError(f"{where}: dynamically quantized weights are not supported")
-    return WeightScheme(
-        kind=kind,
-        bits=bits,
-        strategy=strategy,
-        group_size=group_size if strategy == "group" else None,
-        symmetric=weights.get("symmetric", True),
-        activation=_read_activation_scheme(where, activations) if activations else None,
-        layout=layout,
-        has_column_groups=weights.get("actorder") in ("group", "dynamic", True),
-    )
-
-
-def _read_activation_scheme(where: str, activations: dict) -> ActivationScheme:
-    kind, bits, dynamic = activations.get("type", "int"), activations.get("num_bits", 8), activations.get("dynamic")
-    strategy = activations.get("strategy") or ("token" if dynamic else "tensor")
-    is_per_token = strategy == "token" and dynamic is True
-    is_static_fp8 = strategy == "tensor" and not dynamic and kind == "float"
-    if bits != 8 or not activations.get("symmetric", True) or not (is_per_token or is_static_fp8):
-        sign = "symmetric" if activations.get("symmetric", True) else "asymmetric"
-        raise FormatError(
-            f"{where}: {bits}-bit {kind} {sign} activations, {'dynamic' if dynamic else 'static'} per {strategy}, "
-            "are not supported (8-bit symmetric ones per token dynamic, or float per tensor static, are)"
-        )
-    return ActivationScheme(kind, bits, dynamic=bool(dynamic))
-
-
-def _read_kv_scheme(kv: dict[str, Any]) -> KVCacheScheme:
-    if kv.get("num_bits") != 8:
-        raise FormatError(f"quantization_config.kv_cache_scheme: {kv.get('num_bits')} bits are not supported (8 are)")
-    return KVCacheScheme(
-        kind=kv.get("type", "float"),
-        bits=8,
-        strategy=kv.get("strategy") or "tensor",
-        dynamic=bool(kv.get("dynamic")),
-        symmetric=kv.get("symmetric", True),
-    )
-
-
-def _assemble(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor]) -> QuantizedWeight:
-    if scheme.layout == "pack-quantized":
-        values = stored["weight_packed"]
-        shape = tuple(int(size) for size in stored["weight_shape"])
-        expected = (shape[0], -(-shape[1] * scheme.bits // 32))
-        if tuple(values.shape) != expected:
-            raise FormatError(
-                f"{module_name}.weight_packed is {list(values.shape)}, its weight_shape asks {list(expected)}"
-            )
+def to_tensors(module_name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors to store for one linear: the inverse of `QuantizationConfig.read`."""
+    scheme, values = weight.scheme, stored_values(weight)
+    if disk_layout(scheme) == "nvfp4-pack-quantized":
+        packed = values.contiguous().view(torch.uint8)
+        tensors = {"weight_packed": packed, "weight_global_scale": (1 / weight.outer_scale.double()).float().view(1)}
+    elif scheme.layout == "pack-quantized":
+        tensors = {"weight_packed": values, "weight_shape": torch.tensor(weight.shape, dtype=torch.int64)}
     else:
-        values = stored["weight"]
-        shape = tuple(values.shape)
-    if scheme.strategy == "group" and shape[1] % scheme.group_size:
-        raise FormatError(
-            f"{module_name}: group size {scheme.group_size} does not divide its {shape[1]} input features"
-        )
-    scale_shape = (1, 1) if scheme.strategy == "tensor" else (shape[0], scheme.num_groups(shape[1]))
-    scale = stored["weight_scale"]
-    if scale.numel() != scale_shape[0] * scale_shape[1]:
-        raise FormatError(f"{module_name}.weight_scale is {list(scale.shape)}, its scheme asks {list(scale_shape)}")
-    zero_point = stored.get("weight_zero_point")
-    if zero_point is not None:
-        if scheme.layout == "pack-quantized" and zero_point.dtype == torch.int32:
-            zero_point = unpack_int32(zero_point.T.contiguous(), scheme.bits, shape[0]).T.contiguous()
-        zero_point = zero_point.to(torch.int8).view(scale_shape)
-    column_group = stored.get("weight_g_idx")
-    input_scale = stored.get("input_scale")
-    return QuantizedWeight(
-        scheme=scheme,
-        shape=shape,
-        values=values,
-        scale=scale.view(scale_shape),
-        zero_point=zero_point,
-        input_scale=None if input_scale is None else input_scale.to(torch.float32).view(()),
-        column_group=None if column_group is None else column_group.to(torch.int64),
-    )
-
-
-def _group_config(group: ConfigGroup) -> dict[str, Any]:
-    scheme, activation = group.scheme, group.scheme.activation
-    weights = _quantization_args(scheme.kind, scheme.bits, scheme.strategy, scheme.symmetric, dynamic=False)
-    weights["group_size"] = scheme.group_size
-    inputs = None
-    if activation is not None:
-        strategy = "token" if activation.dynamic else "tensor"
-        inputs = _quantization_args(activation.kind, activation.bits, strategy, True, dynamic=activation.dynamic)
-    return {
-        "targets": list(group.targets),
-        "weights": weights,
-        "input_activations": inputs,
-        "output_activations": None,
-        "format": scheme.layout,
-    }
-
-
-def _kv_config(kv: KVCacheScheme) -> dict[str, Any]:
-    return _quantization_args(kv.kind, kv.bits, kv.strategy, kv.symmetric, dynamic=kv.dynamic)
-
-
-def _quantization_args(kind: str, bits: int, strategy: str, symmetric: bool, *, dynamic: bool) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": symmetric,
-        "strategy": strategy,
-        "group_size": None,
-        "dynamic": dynamic,
-        "actorder": None,
-        "block_structure": None,
-        "observer": None,
-        "observer_kwargs": {},
-    }
+        tensors = {"weight": values}
+    # A scale for the whole tensor is stored as a vector of one.
+    tensors["weight_scale"] = weight.scale.view(-1) if scheme.strategy == "tensor" else weight.scale
+    if weight.zero_point is not None:
+        tensors["weight_zero_point"] = weight.zero_point
+        if scheme.layout == "pack-quantized":  # packed along the output dimension
+            tensors["weight_zero_point"] = pack_int32(weight.zero_point.T, scheme.bits).T
+    if scheme.has_column_groups:
+        tensors["weight_g_idx"] = group_index(weight)
+    if weight.input_scale is not None and scheme.activation.bits == 4:
+        tensors["input_global_scale"] = weight.input_scale.view(1)
+    elif weight.input_scale is not None:
+        tensors["input_scale"] = weight.input_scale.to(weight.scale.dtype).view(1)
+    return {f"{module_name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}

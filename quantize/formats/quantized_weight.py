@@ -1,18 +1,26 @@
 """A linear's weight in fewer bits: one class for every layout on disk, kept packed in memory.
 
-The meaning is always affine, per group of input columns:
+The meaning is always affine, per group of columns:
 
-    weight[o, i] = (q[o, i] - zero_point[o, g(i)]) * scale[o, g(i)]
+    weight[o, order[j]] = (q[o, j] - zero_point[o, g(j)]) * scale[o, g(j)]         or, with an offset,
+    weight[o, order[j]] = u[o, j] * scale[o, g(j)] + offset[o, g(j)]
 
-with q signed: [-8, 7] for 4 bits, [-128, 127] for 8, an e4m3 number for FP8. `g(i) = i // group_size`; one group a row
-is per-channel, one scale for the whole tensor is per-tensor.
+with q signed: [-8, 7] for 4 bits, [-128, 127] for 8, an e4m3 or e2m1 number for floats; u = q + 2**(bits-1), so that
+Q4_1's and the K blocks' minimum is exact where the scale is zero too. `g(j) = j // group_size`; one group a row is
+per-channel, one scale for the whole tensor is per-tensor; a scale of a block is shared by `block_rows` rows.
+
+A scale may be a product of two, as NVFP4 and the K blocks of GGUF store it: `scale` itself in few bits, times an
+`outer_scale` that several groups share; `offset` and `outer_offset` likewise.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from llmq.quantize.formats.packing import e2m1_to, e4m3_to, pack_int32, unpack_int32, unpack_unsigned
 from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
 
 __all__ = [
@@ -22,20 +30,36 @@ __all__ = [
     "WeightScheme",
     "e4m3_to",
     "pack_int32",
+    "stack_rows",
     "unpack_int32",
 ]
+
+_TENSORS = (
+    "values",
+    "scale",
+    "zero_point",
+    "offset",
+    "outer_scale",
+    "outer_offset",
+    "input_scale",
+    "column_order",
+)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """A quantized [out_features, in_features] weight.
 
-    values: int32 [out, ceil(in * bits / 32)], `32 // bits` numbers a word, lowest bits first, each stored as
-            q + 2**(bits-1) ("pack-quantized"); or int8 [out, in]; or float8_e4m3fn [out, in].
-    scale: [out, num_groups], [out, 1] per channel, [1, 1] per tensor; in the dtype of the checkpoint.
-    zero_point: int8, shaped like scale, in q's signed range; None when symmetric.
+    values: int32 [out, ceil(in * bits / 32)], a stream of u a row (`packing.pack_int32`; e2m1: of codes); or int8
+            [out, in]; or float8_e4m3fn [out, in].
+    scale: `scheme.scale_shape(shape)`, that is [out, num_groups], [out, 1] per channel, [1, 1] per tensor,
+           [ceil(out / block_rows), num_groups] for blocks; in the dtype of the checkpoint.
+    zero_point: int8, shaped like scale, in q's signed range; None when symmetric or with an offset.
+    offset: shaped like scale; None but for `scheme.has_offset`.
+    outer_scale, outer_offset: float, [out or 1, a divisor of num_groups]; None: 1.
     input_scale: float32 scalar, of a static activation scheme; None otherwise.
-    column_group: int64 [in], the group of each column, of a checkpoint in activation order; None: i // group_size.
+    column_order: int64 [in], the input column that each stored column multiplies, of a checkpoint in activation order,
+                  whose groups then lie together; None: as they come.
     """
 
     scheme: WeightScheme
@@ -44,7 +68,10 @@ class QuantizedWeight:
     scale: Tensor
     zero_point: Tensor | None = None
     input_scale: Tensor | None = None
-    column_group: Tensor | None = None
+    column_order: Tensor | None = None
+    offset: Tensor | None = None
+    outer_scale: Tensor | None = None
+    outer_offset: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -57,83 +84,199 @@ class QuantizedWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes held in memory by all its tensors."""
-        tensors = (self.values, self.scale, self.zero_point, self.input_scale, self.column_group)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors().values() if tensor is not None)
 
     def integers(self) -> Tensor:
-        """q, unpacked: int8 [out, in] (FP8: the float8 values as they are)."""
+        """q in the stored order of columns, unpacked: int8 [out, in] (floats: their values, e4m3 or float32)."""
+        if self.scheme.kind == "float" and self.scheme.bits == 4:
+            return self._numbers(torch.float32)
         if self.scheme.layout == "pack-quantized":
             return unpack_int32(self.values, self.scheme.bits, self.in_features)
         return self.values
 
+    def scales(self) -> Tensor:
+        """The whole scale, float32, shaped like `scale`: times the outer one, where there is one."""
+        return _times_outer(self.scale, self.outer_scale)
+
+    def offsets(self) -> Tensor | None:
+        """The whole offset, float32, shaped like `scale`; None where there is none."""
+        return None if self.offset is None else _times_outer(self.offset, self.outer_offset)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as a dense [out, in] tensor, rounded once to `dtype`."""
-        # q - zero_point is a small whole number (or an e4m3 one), exact in bf16 too: with the scale in `dtype` as
-        # well, one product in `dtype` is the float32 product rounded once, at half the bytes.
-        compute = dtype if self.scale.dtype == dtype == torch.bfloat16 else torch.float32
-        q = e4m3_to(self.values, compute) if self.scheme.kind == "float" else self.integers().to(compute)
-        scale = self.scale.to(compute)
-        if self.column_group is not None:
-            if self.zero_point is not None:
-                q -= self.zero_point[:, self.column_group].to(compute)
-            return (q * scale[:, self.column_group]).to(dtype)
-        grouped = q.view(self.out_features, -1, self.scheme.group_size) if self.scheme.strategy == "group" else q
-        expand = (slice(None), slice(None), None) if self.scheme.strategy == "group" else ...
+        """The weight as a dense [out, in] tensor, its columns in the order of the input, rounded once to `dtype`."""
+        weight = self.dequantize_as_stored(dtype)
+        if self.column_order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.column_order.to(weight.device), weight)
+
+    def dequantize_as_stored(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`dequantize`, its columns in the stored order: multiplies `x.index_select(1, column_order)`."""
+        # q - zero_point is a small whole number (or a float one of few bits), exact in bf16 too: with the scale in
+        # `dtype` as well, one product in `dtype` is the float32 product rounded once, at half the bytes.
+        is_short = self.scale.dtype == dtype == torch.bfloat16 and self.outer_scale is None and self.offset is None
+        compute = dtype if is_short else torch.float32
+        numbers = self._numbers(compute)
+        numbers = numbers.view(self.out_features, -1, self._columns_of_a_scale)
         if self.zero_point is not None:
-            grouped -= self.zero_point.to(compute)[expand]
-        grouped *= scale[expand]
-        return grouped.view(self.shape).to(dtype)
+            numbers -= self._spread(self.zero_point.to(compute))
+        numbers *= self._spread(self.scale if is_short else self.scales())
+        if self.offset is not None:
+            numbers += self._spread(self.offsets())
+        return numbers.view(self.out_features, -1)[:, : self.in_features].to(dtype)
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
-        names = ("values", "scale", "zero_point", "input_scale", "column_group")
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
+        return self._with(lambda tensor: tensor.to(device))
+
+    def contiguous(self) -> "QuantizedWeight":
+        """Its own memory: a slice of a memory-mapped file holds the file's pages."""
+        return self._with(lambda tensor: tensor.contiguous() if not tensor.is_contiguous() else tensor.clone())
+
+    def slice_rows(self, start: int, stop: int) -> "QuantizedWeight":
+        """Output features start to stop - 1, as views: of a memory-mapped checkpoint nothing else is read."""
+        if not 0 <= start < stop <= self.out_features:
+            raise FormatError(f"rows {start} to {stop} of a weight with {self.out_features}")
+        rows = self.out_features
+        whole = self if self.scheme.strategy != "block" or start % self.scheme.block_rows == 0 else self.spread_blocks()
+        parts = {name: tensor for name, tensor in whole._tensors().items() if tensor is not None}
+        for name in ("values", "scale", "zero_point", "offset", "outer_scale", "outer_offset"):
+            if name in parts and parts[name].shape[0] == rows:
+                parts[name] = parts[name][start:stop]
+        if whole.scheme.strategy == "block":
+            first, last = start // whole.scheme.block_rows, -(-stop // whole.scheme.block_rows)
+            parts["scale"] = whole.scale[first:last]
+        return replace(whole, shape=(stop - start, self.in_features), **parts)
+
+    def slice_columns(self, start: int, stop: int) -> "QuantizedWeight":
+        """Input features start to stop - 1, as views. Raises FormatError where they do not end with a group."""
+        if not 0 <= start < stop <= self.in_features:
+            raise FormatError(f"columns {start} to {stop} of a weight with {self.in_features}")
+        if self.column_order is not None:
+            raise FormatError(
+                "a weight in activation order cannot be split along its input: its groups lie across all of it "
+                "(quantize with static groups, or run it whole: --tp 1)"
+            )
+        step = self.column_step
+        if start % step or (stop % step and stop != self.in_features):
+            sizes = ", ".join(str(size) for size in self.legal_widths)
+            raise FormatError(
+                f"columns {start} to {stop} do not begin and end with a group: of {self.in_features} input features "
+                f"({self.scheme.name}) each rank's part must be a multiple of {step}; equal parts: {sizes}"
+            )
+        parts = {"values": self._value_columns(start, stop)}
+        for name in ("scale", "zero_point", "offset", "outer_scale", "outer_offset"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[1] > 1:
+                columns = self.in_features // tensor.shape[1] if tensor.shape[1] > 1 else self.in_features
+                columns = self.scheme.group_size if name in ("scale", "zero_point", "offset") else columns
+                parts[name] = tensor[:, start // columns : -(-stop // columns)]
+        return replace(self, shape=(self.out_features, stop - start), **parts)
+
+    @property
+    def column_step(self) -> int:
+        """Columns may be cut at multiples of this: whole groups (also of an outer scale), and whole words."""
+        steps = [1]
+        if self.scheme.layout == "pack-quantized":
+            steps.append(32 // math.gcd(32, self.scheme.bits))
+        if self.scale.shape[1] > 1:
+            steps.append(self.scheme.group_size)
+        for outer in (self.outer_scale, self.outer_offset):
+            if outer is not None and outer.shape[1] > 1:
+                steps.append(self.in_features // outer.shape[1])
+        return math.lcm(*steps)
+
+    @property
+    def legal_widths(self) -> list[int]:
+        """Widths of equal parts that `slice_columns` can cut, the whole one included."""
+        parts = range(1, self.in_features // self.column_step + 1)
+        widths = [self.in_features // n for n in parts if self.in_features % n == 0]
+        return [width for width in widths if width % self.column_step == 0 or width == self.in_features]
+
+    def spread_blocks(self) -> "QuantizedWeight":
+        """Blocks as groups: each scale once for every row that it covers."""
+        if self.scheme.strategy != "block":
+            return self
+        scale = self.scale.repeat_interleave(self.scheme.block_rows, 0)[: self.out_features]
+        return replace(self, scheme=replace(self.scheme, strategy="group", block_rows=None), scale=scale)
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor:
+        """q (with an offset: u) as `dtype`, [out, in], columns padded to whole groups."""
+        scheme = self.scheme
+        if scheme.layout != "pack-quantized":
+            numbers = e4m3_to(self.values, dtype) if scheme.kind == "float" else self.values.to(dtype)
+        elif scheme.kind == "float":
+            numbers = e2m1_to(unpack_unsigned(self.values, scheme.bits, self.in_features), dtype)
+        elif scheme.has_offset:
+            numbers = unpack_unsigned(self.values, scheme.bits, self.in_features).to(dtype)
+        else:
+            numbers = unpack_int32(self.values, scheme.bits, self.in_features).to(dtype)
+        missing = -self.in_features % self._columns_of_a_scale
+        return torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers.contiguous()
+
+    @property
+    def _columns_of_a_scale(self) -> int:
+        return self.scheme.group_size if self.scheme.strategy in ("group", "block") else self.in_features
+
+    def _spread(self, per_group: Tensor) -> Tensor:
+        """[rows of scales, groups] -> [out or 1, groups, 1]"""
+        if self.scheme.strategy == "block":
+            per_group = per_group.repeat_interleave(self.scheme.block_rows, 0)[: self.out_features]
+        return per_group.unsqueeze(-1)
+
+    def _value_columns(self, start: int, stop: int) -> Tensor:
+        if self.scheme.layout != "pack-quantized":
+            return self.values[:, start:stop]
+        return self.values[:, start * self.scheme.bits // 32 : -(-stop * self.scheme.bits // 32)]
+
+    def _tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in _TENSORS}
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        return replace(self, **{name: None if t is None else change(t) for name, t in self._tensors().items()})
 
 
-def pack_int32(q: Tensor, bits: int) -> Tensor:
-    """int8 [rows, n] in [-2**(bits-1), 2**(bits-1)) -> int32 [rows, ceil(n * bits / 32)].
+def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Weights of one input as one, their rows one after the other; None where they differ in more than their values."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    same = ("input_scale", "column_order")
+    if not all(
+        w.scheme == first.scheme and all(_equal(getattr(w, n), getattr(first, n)) for n in same) for w in weights
+    ):
+        return None
+    if any(weight.scale.dtype != first.scale.dtype or weight.in_features != first.in_features for weight in weights):
+        return None
+    if first.scheme.strategy == "block" and any(w.out_features % w.scheme.block_rows for w in weights[:-1]):
+        weights = [weight.spread_blocks() for weight in weights]
+        first = weights[0]
 
-    Each number is stored as q + 2**(bits-1); the first is in the lowest bits of the first word; unused bits are zero.
-    """
-    per_word = _numbers_per_word(bits)
-    rows, n = q.shape
-    unsigned = q.to(torch.int32) + (1 << (bits - 1))
-    num_words = -(-n // per_word)
-    unsigned = torch.nn.functional.pad(unsigned, (0, num_words * per_word - n)).view(rows, num_words, per_word)
-    packed = torch.zeros(rows, num_words, dtype=torch.int32, device=q.device)
-    for position in range(per_word):
-        packed |= unsigned[:, :, position] << (bits * position)
-    return packed
+    def stacked(name: str) -> Tensor | None:
+        if getattr(first, name) is None:
+            return None
+        # A scale for the whole tensor becomes one a row.
+        parts = [(getattr(weight, name), weight.out_features) for weight in weights]
+        return torch.cat([part.expand(rows, -1) if part.shape[0] == 1 else part for part, rows in parts])
 
-
-def unpack_int32(packed: Tensor, bits: int, n: int) -> Tensor:
-    """int32 [rows, words] -> int8 [rows, n]; the inverse of `pack_int32`."""
-    per_byte = _numbers_per_word(bits) // 4
-    # A little-endian word's bytes hold the same order, and byte-wide shifts are what vectorizes.
-    stored = packed.contiguous().view(torch.uint8)
-    q = torch.empty(*stored.shape, per_byte, dtype=torch.int8, device=packed.device)
-    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
-    for position in range(per_byte):
-        q[:, :, position] = ((stored >> (bits * position)) & mask).view(torch.int8) - offset
-    return q.view(packed.shape[0], -1)[:, :n]
-
-
-def e4m3_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8_e4m3fn -> `dtype`, exactly. torch's own CPU conversion goes number by number and is 20 times slower.
-
-    e4m3's exponent and mantissa, moved under bf16's exponent field, are the same number times 2**-120 (the biases are
-    7 and 127), subnormals included.
-    """
-    if values.device.type != "cpu":
-        return values.to(dtype)
-    bits = values.view(torch.uint8).to(torch.int16)
-    moved = ((bits & 0x7F) << 4) | ((bits & 0x80) << 8)
-    number = moved.view(torch.bfloat16) * 2.0**120
-    # e4m3fn has one NaN a sign, all exponent and mantissa bits set, which would come out as 480.
-    return number.masked_fill_((bits & 0x7F) == 0x7F, float("nan")).to(dtype)
+    if any((w.outer_scale is None) != (first.outer_scale is None) for w in weights):
+        return None
+    names = ("values", "scale", "zero_point", "offset", "outer_scale", "outer_offset")
+    strategy = "channel" if first.scheme.strategy == "tensor" else first.scheme.strategy
+    return replace(
+        first,
+        scheme=replace(first.scheme, strategy=strategy),
+        shape=(sum(weight.out_features for weight in weights), first.in_features),
+        **{name: stacked(name) for name in names},
+    )
 
 
-def _numbers_per_word(bits: int) -> int:
-    if bits not in (4, 8):
-        raise FormatError(f"{bits}-bit packed weights are not supported: 4 and 8 are")
-    return 32 // bits
+def _times_outer(inner: Tensor, outer: Tensor | None) -> Tensor:
+    # e8m0 and e4m3 are exact in float32, as is any product of a 6- or 8-bit number and a 16-bit one.
+    inner = e4m3_to(inner, torch.float32) if inner.dtype == torch.float8_e4m3fn else inner.float()
+    if outer is None:
+        return inner
+    groups = inner.view(inner.shape[0], outer.shape[1], -1)
+    return (groups * outer.float().unsqueeze(-1)).view(inner.shape)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None) == (other is None) and (one is None or torch.equal(one, other))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+_NUMBERS = {("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
+
 
 class FormatError(Exception):
     """A checkpoint's layout that this package does not read, or that contradicts itself: says which, and where."""
@@ -12,16 +14,23 @@ class FormatError(Exception):
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """How a linear's input is rounded before the product: per token at run time, or with one stored `input_scale`."""
+    """How a linear's input is rounded before the product.
+
+    dynamic: one scale a token, or one for each `group_size` channels of a token, computed from it; else one stored
+    `input_scale` for all. With 4 bits (NVFP4) the scales of the groups are themselves e4m3, under the stored scale.
+    """
 
     kind: Literal["int", "float"]
     bits: int = 8
-    dynamic: bool = True  # one scale a token, computed from it; False: one scale for all, calibrated
+    dynamic: bool = True
+    group_size: int | None = None
 
     @property
     def name(self) -> str:
-        number = "int8" if self.kind == "int" else "fp8"
-        return f"{number} {'dynamic per token' if self.dynamic else 'static per tensor'}"
+        extent = "per token" if self.dynamic else "per tensor"
+        if self.group_size is not None:
+            extent = f"per {self.group_size} channels"
+        return f"{_NUMBERS[self.kind, self.bits]} {'dynamic' if self.dynamic else 'static'} {extent}"
 
 
 @dataclass(frozen=True)
@@ -37,26 +46,41 @@ class KVCacheScheme:
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """What a quantized linear is made of. `layout` is the compressed-tensors name of its storage."""
+    """What a quantized linear is made of.
+
+    kind and bits: int of 2 to 8 bits, float of 8 (e4m3) or 4 (e2m1).
+    strategy: what shares a scale: the tensor, a row, `group_size` columns of a row, or a block of `block_rows` rows and
+    `group_size` columns.
+    layout: how the numbers lie in memory: packed into int32 words, one an int8, or one an e4m3.
+    """
 
     kind: Literal["int", "float"]
     bits: int
-    strategy: Literal["tensor", "channel", "group"]
-    group_size: int | None = None  # with strategy "group" only
+    strategy: Literal["tensor", "channel", "group", "block"]
+    group_size: int | None = None
     symmetric: bool = True
     activation: ActivationScheme | None = None
     layout: Literal["pack-quantized", "int-quantized", "float-quantized"] = "pack-quantized"
     has_column_groups: bool = False  # activation order: a stored group index for each input column
+    has_offset: bool = False  # asymmetric by a float that is added, not by an integer zero point (GGUF)
+    block_rows: int | None = None
 
     @property
     def name(self) -> str:
         """Short and for people: `int4 g64 asymmetric`, `fp8 per channel, activations fp8 dynamic per token`."""
-        number = f"int{self.bits}" if self.kind == "int" else "fp8"
-        extent = f"g{self.group_size}" if self.strategy == "group" else f"per {self.strategy}"
+        number = f"int{self.bits}" if self.kind == "int" else f"fp{self.bits}"
+        extents = {"group": f"g{self.group_size}", "block": f"{self.block_rows}×{self.group_size}"}
+        extent = extents.get(self.strategy, f"per {self.strategy}")
         sign = "" if self.kind == "float" else (" symmetric" if self.symmetric else " asymmetric")
+        order = " in activation order" if self.has_column_groups else ""
         activation = "" if self.activation is None else f", activations {self.activation.name}"
-        return f"{number} {extent}{sign}{activation}"
+        return f"{number} {extent}{sign}{order}{activation}"
 
     def num_groups(self, in_features: int) -> int:
         """Scales in a row of the weight."""
-        return in_features // self.group_size if self.strategy == "group" else 1
+        return -(-in_features // self.group_size) if self.strategy in ("group", "block") else 1
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of the scales of a [out, in] weight."""
+        rows = {"tensor": 1, "block": -(-shape[0] // (self.block_rows or 1))}.get(self.strategy, shape[0])
+        return rows, self.num_groups(shape[1])

@@ -1,13 +1,13 @@
 """Linears: dense, or run straight from a QuantizedWeight that stays packed in memory."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to, stack_rows
+from llmq.runtime.layers.rounded_input import round_input, rounded
 
 Weight = Tensor | QuantizedWeight
 
@@ -40,7 +40,9 @@ class WeightOnlyLinear:
         self.num_bytes = weight.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.dequantize(self.dtype), self.bias)
+        if self.weight.column_order is not None:
+            x = x.index_select(1, self.weight.column_order)
+        return F.linear(x, self.weight.dequantize_as_stored(self.dtype), self.bias)
 
 
 class PackedInt4Linear(WeightOnlyLinear):
@@ -72,7 +74,7 @@ class PackedInt4Linear(WeightOnlyLinear):
             and scheme.bits == 4
             and scheme.strategy == "group"
             and scheme.group_size in PACKED_INT4_GROUP_SIZES
-            and weight.column_group is None
+            and weight.column_order is None
             and weight.out_features % 16 == 0
         )
 
@@ -89,10 +91,7 @@ class QuantizedActivationLinear:
     """W8A8: the input is rounded to int8 or e4m3 (per token, or by the checkpoint's static scale), as on hardware that
     multiplies in that format; the product is rescaled by both scales.
 
-        y = (q_x q_wᵀ) · s_x · s_w + b,    s_x = max|x| / 127.5 (int8) or max|x| / 448 (e4m3) of each token
-
-    These are compressed-tensors' definitions of the scales, so that a checkpoint means here what it meant where it was
-    calibrated.
+        y = (q_x q_wᵀ) · s_x · s_w + b
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -102,13 +101,22 @@ class QuantizedActivationLinear:
         self.is_int8 = weight.scheme.kind == "int"
         self.kernel = "torch int8" if self._multiplies_int8 else f"emulated {'int8' if self.is_int8 else 'fp8'}"
 
+    @staticmethod
+    def runs(weight: QuantizedWeight) -> bool:
+        scheme = weight.scheme
+        return (
+            scheme.layout != "pack-quantized"
+            and scheme.strategy in ("tensor", "channel")
+            and scheme.activation.group_size is None
+        )
+
     @property
     def _multiplies_int8(self) -> bool:
         # torch._int_mm on CUDA wants at least 17 rows: there the product runs in the activations' dtype.
         return self.is_int8 and self.weight.values.device.type == "cpu" and self.weight.zero_point is None
 
     def __call__(self, x: Tensor) -> Tensor:
-        q, scale = self._quantize(x.float())
+        q, scale = round_input(x.float(), self.weight.scheme.activation, self.weight.input_scale)
         if self._multiplies_int8:
             y = torch._int_mm(q.to(torch.int8), self.weight.values.t()).float()
         else:
@@ -123,17 +131,17 @@ class QuantizedActivationLinear:
         q = self.weight.integers().to(self.dtype)
         return q if self.weight.zero_point is None else q - self.weight.zero_point.to(self.dtype)
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x float32 [num_tokens, in] -> its rounded numbers, still in float32, and scale [num_tokens or 1, 1]."""
-        limit = 127.5 if self.is_int8 else 448.0
-        if self.weight.input_scale is not None:
-            scale = self.weight.input_scale.float().view(1, 1)
-        else:
-            scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / limit
-        if self.is_int8:
-            return (x / scale).round_().clamp_(-128, 127), scale
-        # Clamped first: the cast to e4m3fn does not saturate, it makes NaN.
-        return e4m3_to((x / scale).clamp_(-448, 448).to(torch.float8_e4m3fn), torch.float32), scale
+
+class RoundedInputLinear(WeightOnlyLinear):
+    """Inputs rounded where weight or input have several scales a row (128-blocks of FP8, NVFP4, W4A8): the input is
+    rounded to its grid, and both are multiplied as floats in `dtype`, which are exact in float32."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
+        self.kernel = f"emulated {weight.scheme.activation.name}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(rounded(x.float(), self.weight.scheme.activation, self.weight.input_scale).to(x.dtype))
 
 
 class SplitLinear:
@@ -173,41 +181,12 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtyp
     bias = None if biases[0] is None else torch.cat(list(biases)).to(dtype)
     if all(isinstance(weight, Tensor) for weight in weights):
         return DenseLinear(torch.cat([weight.to(dtype) for weight in weights]), bias)
-    merged = _merge(weights)
+    are_packed = all(isinstance(weight, QuantizedWeight) for weight in weights)
+    merged = stack_rows(weights) if are_packed else None
     if merged is None:
         return SplitLinear([make_linear([w], [b], dtype) for w, b in zip(weights, biases, strict=True)])
     if merged.scheme.activation is not None:
-        return QuantizedActivationLinear(merged, bias, dtype)
+        rounds = QuantizedActivationLinear if QuantizedActivationLinear.runs(merged) else RoundedInputLinear
+        return rounds(merged, bias, dtype)
     kind = PackedInt4Linear if PackedInt4Linear.runs(merged, dtype) else WeightOnlyLinear
     return kind(merged, bias, dtype)
-
-
-def _merge(weights: Sequence[Weight]) -> QuantizedWeight | None:
-    """The weights as one, stacked along the output; None where they differ in more than their values."""
-    first = weights[0]
-    if len(weights) == 1:
-        return first if isinstance(first, QuantizedWeight) else None
-    alike = all(
-        isinstance(weight, QuantizedWeight)
-        and weight.scheme == first.scheme
-        and weight.input_scale is None
-        and weight.column_group is None
-        for weight in weights
-    )
-    if not alike:
-        return None
-    rows = [weight.out_features for weight in weights]
-    scale = torch.cat([w.scale.expand(n, -1) for w, n in zip(weights, rows, strict=True)])
-    zero_point = None
-    if first.zero_point is not None:
-        zero_point = torch.cat([w.zero_point.expand(n, -1) for w, n in zip(weights, rows, strict=True)])
-    # A scale for the whole tensor has become one a row.
-    strategy = "channel" if first.scheme.strategy == "tensor" else first.scheme.strategy
-    return replace(
-        first,
-        scheme=replace(first.scheme, strategy=strategy),
-        shape=(sum(rows), first.in_features),
-        values=torch.cat([weight.values for weight in weights]),
-        scale=scale,
-        zero_point=zero_point,
-    )

@@ -11,7 +11,14 @@ from llmq.quantize.formats.compressed_tensors import QuantizationConfig, to_tens
 from llmq.quantize.formats.quantized_weight import ActivationScheme, FormatError, WeightScheme
 from llmq.quantize.formats.registry import writer_for
 
-READABLE = ["llmc-gptq-w4a16", "llmc-sq-w8a8", "llmc-fp8-dynamic", "llmc-fp8-static", "llmc-fp8-kv"]
+READABLE = [
+    "llmc-gptq-w4a16",
+    "llmc-sq-w8a8",
+    "llmc-fp8-dynamic",
+    "llmc-fp8-static",
+    "llmc-fp8-kv",
+    "llmc-nvfp4",
+]
 
 
 class Folder:
@@ -42,8 +49,11 @@ def test_weights_equal_compressed_tensors_own_decompression(folder):
     for name in folder.linears:
         stored = {n.rsplit(".", 1)[1]: t for n, t in folder.tensors.items() if n.rsplit(".", 1)[0] == name}
         expected = compressor.decompress(stored, QuantizationScheme(**group))["weight"]
-        weight = config.read(name, folder.tensors.__getitem__)
-        assert torch.equal(weight.dequantize(torch.bfloat16), expected)
+        made = config.read(name, folder.tensors.__getitem__).dequantize(torch.bfloat16)
+        if folder.path.name == "llmc-nvfp4":  # theirs rounds the product of its two scales to bf16 first
+            torch.testing.assert_close(made, expected, rtol=0.008, atol=0)
+        else:
+            assert torch.equal(made, expected)
 
 
 def test_writing_gives_back_the_same_tensors(folder):
@@ -128,12 +138,9 @@ def test_kv_cache_scheme_is_exposed(shared):
     assert (kv.kind, kv.bits, kv.strategy, kv.dynamic) == ("float", 8, "tensor", False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("llmc-nvfp4", "nvfp4-pack-quantized"), ("llmc-mxfp4", "mxfp4-pack-quantized")]
-)
-def test_formats_not_read_yet_are_refused_by_name(shared, name, message):
-    section = json.loads((shared / "interop" / name / "config.json").read_text())["quantization_config"]
-    with pytest.raises(FormatError, match=message):
+def test_mxfp4_is_refused_by_name(shared):
+    section = json.loads((shared / "interop" / "llmc-mxfp4" / "config.json").read_text())["quantization_config"]
+    with pytest.raises(FormatError, match="mxfp4-pack-quantized"):
         QuantizationConfig.from_config(section)
 
 
@@ -171,8 +178,9 @@ def w4(**changes):
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({"format": "marlin-24"}, "'marlin-24'"),
-        ({"num_bits": 3}, "3-bit int"),
-        ({"strategy": "block"}, "'block'"),
+        ({"num_bits": 1}, "1-bit int"),
+        ({"strategy": "block"}, "weight blocks"),
+        ({"strategy": "attn_head"}, "'attn_head'"),
         (
             {"input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor"}},
             "8-bit int symmetric activations",

@@ -28,7 +28,13 @@ AGAINST_TRANSFORMERS = {
 }
 # And against the logits stored beside the file, which were computed in bf16: on these random weights transformers in
 # float32 is itself 0.017, 0.056, 0.128 and 0.144 away from them.
-AGAINST_STORED = {"llmc-gptq-w4a16": 0.03, "llmc-sq-w8a8": 0.07, "llmc-fp8-dynamic": 0.15, "llmc-fp8-static": 0.16}
+AGAINST_STORED = {
+    "llmc-gptq-w4a16": 0.03,
+    "llmc-sq-w8a8": 0.07,
+    "llmc-fp8-dynamic": 0.15,
+    "llmc-fp8-static": 0.16,
+    "llmc-nvfp4": 0.45,  # roundings to 4 bits flip: layer by layer see test_rounded_input
+}
 
 
 def relative_error(made: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,14 +56,14 @@ def test_logits_equal_the_writers(shared, make_engine, name, dtype):
     engine.observe_logits(observe)
     run_all(engine, [ids], greedy(0, prompt_logprobs=0))
     assert relative_error(made, stored) < AGAINST_STORED[name]
-    if dtype == "fp32":
+    if dtype == "fp32" and name in AGAINST_TRANSFORMERS:
         expected = Reference(folder).log_probs(ids)[:-1]
         assert relative_error(made.log_softmax(-1), expected) < AGAINST_TRANSFORMERS[name]
 
 
 def test_a_layout_that_is_not_run_is_refused_by_name(shared, make_engine):
-    with pytest.raises(FormatError, match="nvfp4"):
-        make_engine(shared / "interop" / "llmc-nvfp4")
+    with pytest.raises(FormatError, match="mxfp4"):
+        make_engine(shared / "interop" / "llmc-mxfp4")
 
 
 def quantized(kind, bits, strategy, group_size, symmetric, activation, out, in_, seed) -> QuantizedWeight:
