@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to, stack_rows
+from llmq.runtime.layers.dense_product import dense_product
 from llmq.runtime.layers.rounded_input import round_input, rounded
 
 Weight = Tensor | QuantizedWeight
@@ -27,7 +28,7 @@ class DenseLinear:
         self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return dense_product(x, self.weight, self.bias)
 
 
 class WeightOnlyLinear:
@@ -42,7 +43,7 @@ class WeightOnlyLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight.column_order is not None:
             x = x.index_select(1, self.weight.column_order)
-        return F.linear(x, self.weight.dequantize_as_stored(self.dtype), self.bias)
+        return dense_product(x, self.weight.dequantize_as_stored(self.dtype), self.bias)
 
 
 class PackedInt4Linear(WeightOnlyLinear):
@@ -120,7 +121,7 @@ class QuantizedActivationLinear:
         if self._multiplies_int8:
             y = torch._int_mm(q.to(torch.int8), self.weight.values.t()).float()
         else:
-            y = F.linear(q.to(self.dtype), self._integers()).float()
+            y = dense_product(q.to(self.dtype), self._integers()).float()
         y = y * scale * self.scale
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 

@@ -1,7 +1,8 @@
 """The server under the Azure conversation trace for a long time: what leaks, what grows, who is not answered.
 
 100 connections; 5 % of the requests close theirs in the middle, 5 % are malformed. Lengths and rate are scaled to the
-machine. RSS (server and engine together) is compared between the end of the warm-up and the end of the run.
+machine. RSS (server and engine together) is compared between the end of the warm-up and the end of the run: blocks of
+the KV-cache become resident when they are first written, oneDNN's kernels when they are first needed.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from llmq.profiles.load.client import LoadClient
 from llmq.profiles.load.generator import random_prompt_ids
 from llmq.profiles.load.metrics import RequestRecord, summarize
 
-WARM_UP_SHARE = 0.2
+WARM_UP_SHARE = 0.2  # of a run that is too short for --warm-up-s
 MALFORMED = (
     {"max_tokens": -1},
     {"temperature": 9},
@@ -37,7 +38,7 @@ class Outcome:
     whole: list[RequestRecord]  # of requests that were to be answered
     left: list[RequestRecord]
     malformed: list[RequestRecord]
-    rss_bytes: list[int]
+    rss_bytes: list[tuple[float, int]]  # (seconds since the start, bytes), once a second
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -52,7 +53,9 @@ def measure(arguments: argparse.Namespace) -> Report:
         outcome = asyncio.run(load(url, scaled_trace(arguments), vocab_size, arguments))
         used_blocks = asyncio.run(blocks_after_rest(url))
     summary = summarize(outcome.whole)
-    warm = outcome.rss_bytes[int(len(outcome.rss_bytes) * WARM_UP_SHARE)]
+    warm_up_s = min(arguments.warm_up_s, WARM_UP_SHARE * arguments.duration_s)
+    warm = next(size for time_s, size in outcome.rss_bytes if time_s >= warm_up_s)
+    end = outcome.rss_bytes[-1][1]
     figures = {
         "requests": len(outcome.whole) + len(outcome.left) + len(outcome.malformed),
         "answered": summary.num_answered,
@@ -62,8 +65,9 @@ def measure(arguments: argparse.Namespace) -> Report:
         "malformed_not_refused": sum(one.error != "status 400" for one in outcome.malformed),
         "leaked_blocks": used_blocks,
         "rss_warm_bytes": warm,
-        "rss_end_bytes": outcome.rss_bytes[-1],
-        "rss_growth": outcome.rss_bytes[-1] / warm - 1,
+        "rss_end_bytes": end,
+        "rss_growth": end / warm - 1,
+        "rss_bytes": outcome.rss_bytes[:: max(1, len(outcome.rss_bytes) // 60)],
         "output_tokens_per_s": summary.output_tokens_per_s,
         "ttft_p99_s": summary.ttft and summary.ttft.percentiles[99],
         "itl_p99_s": summary.itl and summary.itl.percentiles[99],
@@ -74,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         ["left in the middle", len(outcome.left)],
         ["malformed and not refused with 400", f"{figures['malformed_not_refused']} of {len(outcome.malformed)}"],
         ["blocks held after all", used_blocks],
-        ["RSS after the warm-up, at the end", f"{warm / 2**20:.1f} MiB, {outcome.rss_bytes[-1] / 2**20:.1f} MiB"],
+        [f"RSS after {warm_up_s:g} s, at the end", f"{warm / 2**20:.1f} MiB, {end / 2**20:.1f} MiB"],
         ["growth of RSS", percent(figures["rss_growth"])],
         ["output tokens/s", f"{summary.output_tokens_per_s:.1f}"],
         ["p99 TTFT, ITL", f"{ms(figures['ttft_p99_s'] or 0)}, {ms(figures['itl_p99_s'] or 0)}"],
@@ -122,7 +126,7 @@ async def load(url: str, arrivals: list[Arrival], vocab_size: int, arguments: ar
             await asyncio.sleep(due_s - loop.time())
             tasks.append(asyncio.create_task(_ask(client, body, due_s, leave, kind)))
         await asyncio.gather(*tasks)
-    outcome.rss_bytes.append(_rss_of_children_bytes())
+    outcome.rss_bytes.append((loop.time() - start_s, _rss_of_children_bytes()))
     watching.cancel()
     return outcome
 
@@ -147,9 +151,11 @@ async def _get(url: str, path: str) -> httpx.Response:
         return (await http.get(path)).raise_for_status()
 
 
-async def _watch_rss(samples: list[int]) -> None:
+async def _watch_rss(samples: list[tuple[float, int]]) -> None:
+    clock = asyncio.get_running_loop().time
+    start_s = clock()
     while True:
-        samples.append(_rss_of_children_bytes())
+        samples.append((clock() - start_s, _rss_of_children_bytes()))
         await asyncio.sleep(1)
 
 
@@ -172,6 +178,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     # Small, so that 3 % of RSS is not more than any leak.
     options.add_argument("--kv-cache-memory", default="256MiB")
     options.add_argument("--duration-s", type=float, default=1800)
+    options.add_argument("--warm-up-s", type=float, default=300)
     options.add_argument("--rate", type=float, default=2.0, help="requests a second, on average (the trace: 5.5)")
     options.add_argument("--length-scale", type=float, default=0.0625, help="of the trace's lengths")
     options.add_argument("--connections", type=int, default=100)
