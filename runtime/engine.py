@@ -23,6 +23,7 @@ from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes
 from llmq.runtime.executor import Executor, InProcessExecutor
 from llmq.runtime.frontend.grammar import GrammarCompiler
+from llmq.runtime.frontend.grammar_process import GrammarProcesses
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import KVStore
@@ -213,7 +214,10 @@ def _build(config: EngineConfig) -> Engine:
     policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
-    grammar_mask = GrammarMask(partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos))
+    grammar_mask = GrammarMask(
+        partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos),
+        GrammarProcesses(config.model, architecture.vocab_size, eos),
+    )
     attention: AttentionBackend = SdpaAttention()
     if config.batch_invariant:
         attention = TiledAttention(architecture.num_attention_heads // architecture.num_kv_heads)

@@ -29,3 +29,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1
     grammar: str | None = None  # that the output follows, as `frontend.grammar` writes it; it decides when it may end
+    isolate_grammar: bool = False  # a caller wrote it: following it may take any time, so a process of its own does

@@ -41,8 +41,7 @@ class GrammarCompiler:
         """Raises InvalidRequestError, in llguidance's words, for what this model cannot be held to."""
         if not self._eos_token_ids:
             raise InvalidRequestError(f"{param}: this model has no end token, so no text would ever end", param=param)
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(f"{param}: larger than {MAX_GRAMMAR_BYTES // 2**20} MiB", param=param)
+        check_size(grammar, param)
 
         def refusal(why: str) -> InvalidRequestError:
             return InvalidRequestError(f"{param} cannot be followed: {why.strip()}", param=param)
@@ -60,6 +59,12 @@ class GrammarCompiler:
     def _vocabulary(self) -> LLTokenizer:
         eos = self._eos_token_ids
         return LLTokenizer(_Vocabulary(self._tokenizer, self._vocab_size, eos[0]), eos_token=eos)
+
+
+def check_size(grammar: str, param: str) -> None:
+    """Raises InvalidRequestError."""
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"{param}: larger than {MAX_GRAMMAR_BYTES // 2**20} MiB", param=param)
 
 
 class _Vocabulary:

@@ -31,13 +31,18 @@ class Sampler:
         errors: dict[int, str] = {}
         scored = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         log_probs = {row: torch.log_softmax(logits[row], dim=-1) for row in scored}
+        bound = {row: request for row, request in enumerate(requests) if request.params.grammar is not None}
+        if bound:
+            self._grammar_mask.advance(bound, errors)
         for row, request in enumerate(requests):
+            if row in errors:
+                continue
             with isolated(errors, row):
                 for process in PROCESSORS:
                     process(
                         logits[row], request.params, request.token_ids, request.num_prompt_tokens, self.eos_token_ids
                     )
-                if request.params.grammar is not None:
+                if row in bound:
                     self._grammar_mask(logits[row], request)
         highest, likeliest = logits.max(dim=-1)
         token_ids = likeliest.tolist()

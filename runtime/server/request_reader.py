@@ -7,8 +7,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from llmq.runtime.frontend.grammar import GrammarCompiler
+from llmq.runtime.frontend.grammar_process import GrammarProcesses
 from llmq.runtime.frontend.input_processor import DEFAULT_COMPLETION_TOKENS, InputProcessor, check_range
-from llmq.runtime.frontend.structured import grammar_of_response_format, grammar_of_structured_outputs
+from llmq.runtime.frontend.structured import (
+    CallersGrammar,
+    grammar_of_response_format,
+    grammar_of_structured_outputs,
+)
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
 from llmq.runtime.server.answers import Answer, AnswerHead, TextAnswer
@@ -25,6 +30,7 @@ T = TypeVar("T")
 
 # A prompt of more characters (or ids) takes long enough to be worth a thread: /health must answer meanwhile.
 _LONG_TEXT = 20_000
+MAX_CHECKS = 2  # of callers' own grammars at a time: each may compute for a while
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class RequestReader:
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo, sampling_defaults: dict[str, Any]) -> None:
         """`sampling_defaults` hold where a request says nothing."""
         self.grammars = GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
+        self._processes = GrammarProcesses(tokenizer.folder, info.vocab_size, info.eos_token_ids)
+        self._checking = asyncio.Semaphore(MAX_CHECKS)
         self._tokenizer = tokenizer
         self._input = InputProcessor(tokenizer, info)
         self._chat_format = ChatFormat(tokenizer)
@@ -63,7 +71,7 @@ class RequestReader:
             "default_max_tokens": DEFAULT_COMPLETION_TOKENS,
             "logprobs": 0 if logprobs is None and selection.chooses else logprobs,
             "prompt_logprobs": prompt_logprobs if echo else None,
-            "grammar": grammar,
+            **grammar,
         }
         return ReadRequest(
             kind="cmpl",
@@ -89,10 +97,10 @@ class RequestReader:
             param="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
             prompt_param="messages",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            grammar=grammar,
+            **grammar,
             **self._sampling_fields(request),
         )
-        is_bound = grammar is not None and (request.forced_functions is not None or not request.usable_tools)
+        is_bound = bool(grammar) and (request.forced_functions is not None or not request.usable_tools)
         return ReadRequest(
             kind="chatcmpl",
             prompts=[Prompt(ids, params)],
@@ -132,8 +140,9 @@ class RequestReader:
         asked = {name: value for name, value in request.sampling_fields().items() if value is not None}
         return asked if request.use_beam_search else self._sampling_defaults | asked
 
-    async def _grammar(self, request: GenerationRequest, tools: str | None = None) -> str | None:
-        """What the output must follow (`tools`: because of tools), known to be something that the engine can follow."""
+    async def _grammar(self, request: GenerationRequest, tools: str | None = None) -> dict[str, Any]:
+        """What the output must follow (`tools`: because of tools), known to be something that the engine can follow, as
+        fields of SamplingParams; none where it is free."""
         if tools is not None:
             param, grammar = "tools", tools
         elif request.structured_outputs is not None:
@@ -143,10 +152,15 @@ class RequestReader:
             param, asked = "response_format", request.response_format.model_dump(by_alias=True)
             grammar = grammar_of_response_format(asked)
         else:
-            return None
-        if grammar is not None:
-            await asyncio.to_thread(self.grammars.check, grammar, param)
-        return grammar
+            return {}
+        if grammar is None:
+            return {}
+        if isinstance(grammar, CallersGrammar):
+            async with self._checking:
+                checked = await asyncio.to_thread(self._processes.check, grammar.source, param)
+            return {"grammar": checked, "isolate_grammar": True}
+        await asyncio.to_thread(self.grammars.check, grammar, param)
+        return {"grammar": grammar}
 
 
 async def _in_thread_if_long(encode: Callable[[Any], T], source: Any) -> T:

@@ -54,13 +54,13 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's field of this name: exactly one of these. Not its `grammar`: llguidance takes time without bound for
-    grammars with ambiguous borders between lexemes (`start: /x+/ /x+/`), and anybody could stop the engine."""
+    """vLLM's field of this name: exactly one of these."""
 
     json_: dict[str, Any] | None = Field(None, alias="json", description="A JSON Schema.")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = Field(None, description="GBNF (`root ::= …`) or Lark (`start: …`), up to 1 MiB.")
 
 
 class GenerationRequest(Strict):

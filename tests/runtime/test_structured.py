@@ -4,17 +4,20 @@ import json
 import re
 
 import jsonschema
+import msgspec
 import pytest
-from engine_driver import force_preemption, greedy, run_all
+from engine_driver import Collected, force_preemption, greedy, run_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmq.runtime.frontend.chat_parser import ChatParser
 from llmq.runtime.frontend.errors import InvalidRequestError
 from llmq.runtime.frontend.grammar import GrammarCompiler, json_grammar
+from llmq.runtime.frontend.grammar_source import grammar_of_source
 from llmq.runtime.frontend.structured import grammar_of_response_format, grammar_of_structured_outputs
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.frontend.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 13]
@@ -113,7 +116,7 @@ def test_json_always_validates_and_neighbours_do_not_notice(engine, tokenizer, s
     ids=repr,
 )
 def test_regex_and_choice(engine, tokenizer, asked: dict, pattern: str):
-    fields = dict.fromkeys(("json", "json_object", "regex", "choice"))
+    fields = dict.fromkeys(("json", "json_object", "regex", "choice", "grammar"))
     grammar = grammar_of_structured_outputs(fields | asked)
     params = [SamplingParams(temperature=2.0, seed=seed, max_tokens=60, grammar=grammar) for seed in range(12)]
     texts = [written(tokenizer, one) for one in run_all(engine, [PROMPT] * 12, params)]
@@ -130,12 +133,49 @@ def test_json_object_is_an_object_and_text_is_free(engine, tokenizer):
     assert isinstance(json.loads(written(tokenizer, run_all(engine, [PROMPT], params)[0])), dict)
 
 
-def test_preemption_changes_no_token(structured_folder, make_engine):
-    grammar = json_grammar(
-        {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 9}, "minItems": 6, "maxItems": 8}
+STRINGS = {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 9}, "minItems": 6, "maxItems": 8}
+SUM = grammar_of_source('root ::= num ("+" num){3,9} "=" ws\nnum ::= [1-9] [0-9]{0,3} ws\nws ::= " "?')
+AMBIGUOUS = grammar_of_source('start: ("zq" | "zk"){2} / +/ / +/ / +/')
+
+
+def test_a_callers_grammar_is_followed_beside_a_hostile_one(engine, tokenizer):
+    free = SamplingParams(seed=9, max_tokens=12, ignore_eos=True)
+    bound = [SamplingParams(seed=seed, max_tokens=99, grammar=SUM, isolate_grammar=True) for seed in range(3)]
+    expected = [one.token_ids for one in run_all(engine, [PROMPT] * 4, [*bound, free])]
+    hostile = [SamplingParams(seed=seed, max_tokens=99, grammar=AMBIGUOUS, isolate_grammar=True) for seed in range(2)]
+    made = run_all(engine, [PROMPT] * 6, [*hostile, *bound, free])
+    for one in made[:2]:
+        assert one.finish_reason == "error"
+        assert "too much time" in one.error
+        assert re.match("zq|zk", tokenizer.decode(one.token_ids))
+    assert [one.token_ids for one in made[2:]] == expected
+    for one in made[2:5]:
+        assert re.fullmatch(r"[1-9]\d{0,3} ?(\+[1-9]\d{0,3} ?){3,9}= ?", written(tokenizer, one))
+
+
+def test_forks_of_a_callers_grammar_follow_it_each(engine, tokenizer):
+    params = SamplingParams(seed=1, temperature=2.0, max_tokens=99, grammar=SUM, isolate_grammar=True)
+    engine.add_request(
+        EngineRequest(request_id="a", prompt_token_ids=PROMPT, sampling_params=params, forks=[("b", 2), ("c", 3)])
     )
+    texts = {name: Collected() for name in "abc"}
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            texts[output.request_id].add(output)
+    assert len({written(tokenizer, one) for one in texts.values()}) == 3
+    for name, seed in (("b", 2), ("c", 3)):
+        [alone] = run_all(engine, [PROMPT], msgspec.structs.replace(params, seed=seed))
+        assert alone.token_ids == texts[name].token_ids
+
+
+LONG_SUM = grammar_of_source('root ::= num ("+" num){30,60} "=" ws\nnum ::= [1-9] [0-9]{0,3} ws\nws ::= " "?')
+
+
+@pytest.mark.parametrize("grammar", [json_grammar(STRINGS), LONG_SUM], ids=["json", "caller's"])
+def test_preemption_changes_no_token(structured_folder, make_engine, grammar):
+    isolated = grammar is LONG_SUM
     prompts = [[5 + i] * (20 + i) for i in range(5)]
-    params = [SamplingParams(seed=i, max_tokens=200, grammar=grammar) for i in range(5)]
+    params = [SamplingParams(seed=i, max_tokens=200, grammar=grammar, isolate_grammar=isolated) for i in range(5)]
     roomy = make_engine(structured_folder)
     expected = [one.token_ids for one in run_all(roomy, prompts, params)]
     block_bytes = roomy.info.kv_cache_bytes // roomy.info.num_blocks

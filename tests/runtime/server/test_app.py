@@ -250,6 +250,18 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (TEXT, {"prompt": "a", "structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs"),
         (TEXT, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
         (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "start: / +/ / +/ / +/"}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "\ud800"}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"grammar": "root ::= " + "x" * 2**21}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"regex": "\ud800"}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"choice": ["x" * 99_999]}}, "structured_outputs"),
+        (TEXT, {"prompt": "a", "structured_outputs": {"json": {"x-guidance": {}}}}, "structured_outputs"),
+        (
+            TEXT,
+            {"prompt": "a", "structured_outputs": {"grammar": 'start: "a"'}, "use_beam_search": True},
+            "structured_outputs",
+        ),
         (
             TEXT,
             {"prompt": "a", "structured_outputs": {"json": {"minLength": 3, "maxLength": 2, "type": "string"}}},
