@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [num_rows, in_features] -> [num_rows, out_features].
 
     In 16 bits on a CPU oneDNN compiles a kernel for each number of rows that it meets and keeps the last 1,024 of all
