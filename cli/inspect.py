@@ -70,11 +70,11 @@ def _declared_schemes(checkpoint: "Checkpoint", modules: "list[Module]") -> tupl
     """What quantization_config says of each linear, and where the file holds something else."""
     if not checkpoint.quantization:
         return {}, []
-    from llmq.quantize.formats.compressed_tensors import QuantizationConfig
-    from llmq.quantize.formats.quantized_weight import FormatError
+    from llmq.quantize.formats.registry import format_of
+    from llmq.quantize.formats.scheme import FormatError
 
     try:
-        declared = QuantizationConfig.from_config(checkpoint.quantization)
+        declared = format_of(checkpoint.quantization, checkpoint.tensors.keys())
     except FormatError as error:
         return {}, [f"llmq does not run this format: {error}"]
     schemes, problems = {}, []

@@ -11,7 +11,8 @@ from torch import Tensor
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
-from llmq.quantize.formats.compressed_tensors import QuantizationConfig
+from llmq.quantize.formats.base import CheckpointFormat
+from llmq.quantize.formats.registry import format_of
 from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
 from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
@@ -65,7 +66,9 @@ class DecoderLoader:
         self.architecture = checkpoint.architecture
         self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self.tensors = TensorReader(checkpoint)
-        self.quantization = QuantizationConfig.from_config(checkpoint.quantization) if checkpoint.quantization else None
+        self.quantization: CheckpointFormat | None = None
+        if checkpoint.quantization:
+            self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
         self.dense_weights: dict[str, Tensor] = {}  # linear in 16 bit -> its rows of what is multiplied with
         self.rope_parameters = ropes_of(self.config, family, self.architecture.num_layers)
@@ -220,9 +223,9 @@ class DecoderLoader:
         ignored: Sequence[str] = UNUSED_SUFFIXES
         if self.architecture.tie_word_embeddings:
             ignored = (*ignored, "lm_head.weight")
-        if self.quantization and self.quantization.kv_cache_scheme:
-            ignored = (*ignored, ".k_scale", ".v_scale")  # of the KV dtype that the checkpoint suggests
         left = [name for name in self.tensors.unread() if not name.endswith(tuple(ignored))]
+        if self.quantization:
+            left = [name for name in left if not self.quantization.may_ignore(name, self.tensors)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise InputError(

@@ -45,7 +45,9 @@ def unpack_unsigned(packed: Tensor, bits: int, n: int) -> Tensor:
     _check_bits(bits)
     # A little-endian word's bytes hold the same order, and byte-wide shifts are what vectorizes.
     rows, mask = packed.shape[0], (1 << bits) - 1
-    stored = packed.reshape(-1).view(torch.uint8).view(rows, -1)
+    flat = packed.reshape(-1)
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    stored = flat.view(torch.uint8).view(rows, -1)
     if 8 % bits == 0:
         numbers = torch.empty(*stored.shape, 8 // bits, dtype=torch.uint8, device=packed.device)
         for place in range(8 // bits):
