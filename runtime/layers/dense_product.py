@@ -20,6 +20,6 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next of eight numbers between each power of two and the next: at most an eighth more."""
-    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
+    """The next of four numbers between each power of two and the next: at most a quarter more."""
+    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
     return -(-num_rows // step) * step

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from llmq.runtime.layers.dense_product import dense_product, padded_rows
 
 
-def test_few_numbers_of_rows_at_most_an_eighth_above():
+def test_few_numbers_of_rows_at_most_a_quarter_above():
     padded = [padded_rows(rows) for rows in range(1, 1025)]
-    assert all(rows <= more <= rows + max(0, (rows - 1) // 8) for rows, more in enumerate(padded, 1))
-    assert padded[:16] == list(range(1, 17))
-    assert len(set(padded)) == 16 + 8 * 6
+    assert all(rows <= more <= rows + (rows - 1) // 4 for rows, more in enumerate(padded, 1))
+    assert padded[:8] == list(range(1, 9))
+    assert len(set(padded)) == 8 + 4 * 7
     assert [padded_rows(more) for more in padded] == padded
 
 
