@@ -1,7 +1,7 @@
 """`llmq quantize`: a model -> the same model in 4 or 8 bits, with a report of what that did to each layer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,18 +23,27 @@ DEFAULT_SAMPLES, DEFAULT_SEQ_LEN = 128, 2048
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make: it appears whole or not at all.")],
-    awq: Annotated[bool, typer.Option("--awq", help="4-bit weights, scaled by what activates them.")] = False,
-    gptq: Annotated[bool, typer.Option("--gptq", help="4-bit weights, rounding errors compensated.")] = False,
+    awq: Annotated[bool, typer.Option("--awq", help="Weights scaled by what activates them.")] = False,
+    gptq: Annotated[bool, typer.Option("--gptq", help="Weights whose rounding errors are compensated.")] = False,
     smoothquant: Annotated[bool, typer.Option("--smoothquant", help="INT8 weights and activations.")] = False,
-    fp8: Annotated[bool, typer.Option("--fp8", help="FP8 E4M3 weights and activations; no calibration.")] = False,
-    rtn: Annotated[bool, typer.Option("--rtn", help="4-bit weights, plainly rounded; no calibration.")] = False,
-    bits: Annotated[int | None, typer.Option(help="Bits a weight: what the method stores, 4 or 8.")] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="FP8 E4M3 weights and activations.")] = False,
+    rtn: Annotated[bool, typer.Option("--rtn", help="Weights plainly rounded; no calibration.")] = False,
+    bits: Annotated[int | None, typer.Option(help="Bits a weight (4; --smoothquant and --fp8: 8).")] = None,
     group_size: Annotated[str | None, typer.Option(help="Inputs that share a scale: auto, channel, 128 …")] = None,
     symmetric: Annotated[bool | None, typer.Option("--sym/--asym", help="Without or with zero points.")] = None,
+    fp8_scheme: Annotated[str | None, typer.Option(help="dynamic (a scale a token) or static (calibrated).")] = None,
+    alpha: Annotated[float | None, typer.Option(help="SmoothQuant's, 0 to 1 (searched for each mapping).")] = None,
+    damp: Annotated[float | None, typer.Option(help="GPTQ's damping, a share of the mean diagonal (0.01).")] = None,
+    dry_quant: Annotated[bool, typer.Option("--dry-quant", help="Move the scales, round nothing.")] = False,
+    kv: Annotated[str | None, typer.Option(help="fp8: calibrate scales of the KV-cache too.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="TOML file with settings for single linears.")] = None,
+    format: Annotated[str | None, typer.Option(help="Layout on disk (compressed-tensors).")] = None,
+    backend: Annotated[str | None, typer.Option(help="Who quantizes: llmq, llmcompressor.")] = None,
     calib: Annotated[str | None, typer.Option(help="Text or .jsonl file, datasets id, or builtin.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration samples (128).")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most (2048).")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Linears to leave in 16 bit, see below.")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop the layers that an interrupted run kept.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
@@ -42,38 +51,70 @@ def quantize(
 
     Without a method: FP8 where the device computes in it, else AWQ. The head and the embedding stay in 16 bit.
     --ignore names linears by words of their name (down_proj, layers.0) or by re: and a regular expression; repeatable.
+    Finished layers are kept in OUT.work until all are done: after an interruption the same command goes on from there.
     """
     from llmq.profiles.checkpoint import find_model, read_checkpoint
     from llmq.quantize.preflight import preflight
-    from llmq.quantize.recipe import Recipe
+    from llmq.quantize.recipe_file import build_recipe, read_recipe_file
 
     flags = {"awq": awq, "gptq": gptq, "smoothquant": smoothquant, "fp8": fp8, "rtn": rtn}
     asked = [name for name, is_set in flags.items() if is_set]
     if len(asked) > 1:
         raise InputError(f"one method at a time: --{' and --'.join(asked)} were given")
     _check_device_name(device)
-    method, reason = (asked[0], "as asked") if asked else _default_method(device)
-    recipe = Recipe.of(method, bits=bits, group_size=group_size, symmetric=symmetric, ignore=tuple(ignore or ()))
-    _refuse_unused_calibration(recipe, calib, samples, seq_len)
+    content = {} if recipe is None else read_recipe_file(recipe)
+    method, reason = _method(asked, content, device)
+    given = {
+        "method": method,
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "fp8_scheme": fp8_scheme,
+        "alpha": alpha,
+        "damp": damp,
+        "smooth_only": dry_quant,
+        "ignore": ignore,
+        "kv": kv,
+        "format": format,
+        "backend": backend,
+    }
+    chosen = build_recipe(content, given)
+    _refuse_unused_calibration(chosen, calib, samples, seq_len)
     with console.progress() as progress:
         source = read_checkpoint(find_model(model, progress=progress))
-    plan = preflight(source, recipe, out)
+    plan = preflight(source, chosen, out)
     device = _resolve_device(device)
-    calibration = _load_calibration(plan, calib, samples, seq_len) if recipe.traits.is_calibrated else None
+    calibration = _load_calibration(plan, calib, samples, seq_len) if chosen.is_calibrated else None
     _announce(plan, reason, calibration, device)
     doubts = _warn_of(plan, calibration)
-    report = _run(plan, calibration, device)
+    report = _run(plan, calibration, device, restart)
     for warning in report.warnings:
         if warning not in doubts:
             console.warn(warning)
     console.print_json(report.as_dict()) if as_json else _print_report(plan, report)
 
 
-def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str) -> "QuantizationReport":
-    from llmq.quantize.pipeline import quantize_model
+def _method(asked: list[str], content: dict[str, Any], device: str) -> tuple[str, str]:
+    """The method for what no rule of the recipe file names otherwise, and why that one."""
+    if asked:
+        return asked[0], "as asked"
+    if "method" in content:
+        return content["method"], "as the recipe says"
+    return _default_method(device)
 
-    with console.progress() as progress:
-        return quantize_model(plan, calibration, device=device, progress=progress)
+
+def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str, restart: bool) -> "QuantizationReport":
+    from llmq.quantize.pipeline import quantize_model
+    from llmq.quantize.work_folder import WorkFolder, work_path
+
+    try:
+        with console.progress() as progress:
+            return quantize_model(plan, calibration, device=device, restart=restart, progress=progress)
+    except KeyboardInterrupt:
+        work = WorkFolder(work_path(plan.out))
+        if finished := len(work.files()):
+            console.status(f"{finished} finished layers are kept in {work.path}: the same command goes on from there")
+        raise
 
 
 def _check_device_name(device: str) -> None:
@@ -109,7 +150,7 @@ def _default_method(device: str) -> tuple[str, str]:
 
 def _refuse_unused_calibration(recipe: "Recipe", calib: str | None, samples: int | None, seq_len: int | None) -> None:
 
-    if recipe.traits.is_calibrated:
+    if recipe.is_calibrated:
         return
     given = {"--calib": calib, "--samples": samples, "--seq-len": seq_len}
     if unused := [flag for flag, value in given.items() if value is not None]:
@@ -136,11 +177,13 @@ def _announce(plan: "Plan", reason: str, calibration: "CalibrationSet | None", d
 
     recipe, left = plan.recipe, plan.selection.left_alone
     rows = [
-        f"method      {recipe.traits.title} ({reason})",
-        f"scheme      {recipe.scheme.name}",
+        f"method      {recipe.traits.title}, {recipe.bits} bits ({reason})",
+        f"scheme      {plan.scheme_name}",
         f"group size  {recipe.group_size} ({plan.group_size_reason})",
         f"model       {plan.source.path}",
         f"targets     {len(plan.targets)} linears; {len(left)} left in {plan.dtype}: {_shortened(list(left))}",
+        *([f"KV-cache    {recipe.kv}, a calibrated scale for K and one for V of each layer"] if recipe.kv else []),
+        f"backend     {recipe.backend}, written as {recipe.format}",
         f"device      {device}",
         f"output      {plan.out}, {console.format_bytes_exact(plan.predicted_bytes)} of weights predicted",
     ]
@@ -173,23 +216,35 @@ def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
     from llmq.quantize.report import REPORT_FILE
 
     before, after = report.bytes_before, report.bytes_after
+    over_all = f"{report.bits_per_weight:.2f} over all"
+    if report.bits_per_quantized_weight is not None:
+        over_all += f", {report.bits_per_quantized_weight:.2f} in the linears"
     rows = [
         ["weights before", console.format_bytes_exact(before)],
         ["weights after", f"{console.format_bytes_exact(after)}, {after / before:.1%}"],
-        [
-            "bits a weight",
-            f"{report.bits_per_weight:.2f} over all, {report.bits_per_quantized_weight:.2f} in the linears",
-        ],
+        ["bits a weight", over_all],
     ]
     if errors := report.mean_output_error():
         rows.append(
             ["output error", f"{errors[0]:.2%} of the energy, mean of the linears (rounding alone: {errors[1]:.2%})"]
         )
-    else:
+    elif report.linears:
         mean = sum(entry.weight_error for entry in report.linears) / len(report.linears)
         rows.append(["weight error", f"{mean:.2%} of the energy, mean of the linears"])
     rows.append(["time", console.format_duration(report.duration_s)])
     rows.append(["report", str(plan.out / REPORT_FILE)])
     console.print_table(f"{plan.out}: {report.scheme}", ["", ""], rows)
+    for name, count in _skip_reasons(report).items():
+        console.status(f"{count} scale mappings skipped: {name}")
     worst = sorted(report.linears, key=lambda entry: entry.output_error or entry.weight_error, reverse=True)[:3]
-    console.status("largest error: " + ", ".join(f"{e.name} {e.output_error or e.weight_error:.2%}" for e in worst))
+    if worst:
+        console.status("largest error: " + ", ".join(f"{e.name} {e.output_error or e.weight_error:.2%}" for e in worst))
+
+
+def _skip_reasons(report: "QuantizationReport") -> dict[str, int]:
+    """Why scales were not moved, and how often."""
+    reasons: dict[str, int] = {}
+    for scaling in report.scalings:
+        if scaling.skipped:
+            reasons[scaling.skipped] = reasons.get(scaling.skipped, 0) + 1
+    return reasons

@@ -149,7 +149,7 @@ def _quantize(original: Path, out: Path) -> None:
     )
     console.status(f"calibrating on {calibration.num_tokens:,} tokens of {calibration.provenance.source}")
     with console.progress() as progress:
-        quantize_model(plan, calibration, progress=progress)
+        quantize_model(plan, calibration, restart=True, progress=progress)
 
 
 def prove(original: Path, quantized: Path, saved: Path, threads: int | None, narrator: Narrator) -> Facts:

@@ -1,68 +1,70 @@
-"""The methods that are ours, as streams of layers: AWQ and round to nearest."""
+"""Our methods by name, and one decoder layer taken through those that its linears are to have."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
-
-from llmq.profiles.progress import Progress, silent
-from llmq.quantize import awq_layer
-from llmq.quantize.calibration import CalibrationSet
+from llmq.quantize import awq, awq_layer
 from llmq.quantize.layer_result import LayerResult
-from llmq.quantize.layer_stream import LayerStream, TensorReader
-from llmq.quantize.layer_work import LayerOutcome, LayerWork
-from llmq.quantize.mappings import mappings_of
-from llmq.quantize.preflight import Plan
-from llmq.quantize.report import LinearReport, ScalingReport, linear_report, relative_error
+from llmq.quantize.layer_work import LayerOutcome, LayerWork, LinearOutcome, Method
+from llmq.quantize.recipe import METHODS, LinearSettings, MethodOptions
+from llmq.quantize.report import ScalingReport, linear_report, relative_error
 from llmq.quantize.rounding import quantize_weight
 from llmq.quantize.targets import Target
 
 
-@torch.no_grad()
-def awq_layers(
-    plan: Plan, calibration: CalibrationSet, device: torch.device, progress: Progress = silent
-) -> Iterator[LayerResult]:
-    """AWQ, layer after layer: each is calibrated on what the layers before it, already quantized, put out.
+def round_layer(work: LayerWork) -> LayerOutcome:
+    """Round to nearest: every linear on its own, from its weight alone."""
+    outcome = LayerOutcome()
+    for name, scheme in work.schemes.items():
+        linear = work.linear(name)
+        stored = quantize_weight(linear.weight, scheme, work.dtype)
+        dense = stored.dequantize()
+        outcome.linears[name] = LinearOutcome(stored, weight_error=relative_error(dense, linear.weight))
+        linear.weight.copy_(dense)
+    return outcome
 
-    Holds one layer's weights, two moments of its inputs, and one float32 [length, hidden] activation a sample.
+
+_OURS: dict[str, Callable[[MethodOptions], Method]] = {
+    "awq": lambda options: awq_layer.quantize_layer,
+    "rtn": lambda options: round_layer,
+}
+
+# What a method looks at, for the report.
+SETTINGS: dict[str, dict[str, Any]] = {"awq": awq.SETTINGS}
+
+
+def quantize_layer(
+    work_for: Callable[[dict[str, LinearSettings]], LayerWork],
+    settings: Mapping[str, LinearSettings],
+    options: MethodOptions,
+) -> LayerOutcome:
+    """Take a layer through the methods of its linears; those that move scales come first.
+
+    settings: of each linear by its name in the layer. work_for: some of them -> the work on those.
     """
-    source = plan.source
-    stream = LayerStream(source, device)
-    hidden = list(stream.embed(calibration.samples))
-    targets_by_layer: dict[int, list[Target]] = {}
-    for target in plan.targets:
-        targets_by_layer.setdefault(target.layer, []).append(target)
-    for index in range(stream.num_layers):
-        progress("quantizing", index, stream.num_layers, unit="layers")
-        targets = targets_by_layer.get(index, [])
-        prefix = f"model.layers.{index}."
-        with stream.layer(index) as layer:
-            outcome = None
-            if targets:
-                outcome = awq_layer.quantize_layer(
-                    LayerWork(
-                        layer,
-                        {target.name.removeprefix(prefix): plan.recipe.scheme for target in targets},
-                        mappings_of(source, index),
-                        hidden,
-                        partial(stream.run, index, layer),
-                        getattr(torch, plan.dtype),
-                        source.architecture.head_dim,
-                    )
-                )
-            if index + 1 < stream.num_layers:
-                for number, sample in enumerate(hidden):
-                    hidden[number] = stream.run(index, layer, sample)
-        if outcome is not None:
-            yield _as_result(index, outcome, targets)
-    progress("quantizing", stream.num_layers, stream.num_layers, unit="layers")
+    outcome = LayerOutcome()
+    methods = {entry.method for entry in settings.values()}
+    for method in sorted(methods, key=lambda name: (not METHODS[name].moves_scales, list(METHODS).index(name))):
+        chosen = {name: entry for name, entry in settings.items() if entry.method == method}
+        made = _OURS[method](options)(work_for(chosen))
+        outcome.linears |= made.linears
+        outcome.changed |= made.changed
+        outcome.scalings += made.scalings
+        outcome.warnings += made.warnings
+    return outcome
 
 
-def _as_result(index: int, outcome: LayerOutcome, targets: list[Target]) -> LayerResult:
-    prefix = f"model.layers.{index}."
-    result = LayerResult(changed={prefix + name: tensor for name, tensor in outcome.changed.items()})
-    for target in targets:
-        linear = outcome.linears[target.name.removeprefix(prefix)]
+def as_result(
+    prefix: str, outcome: LayerOutcome, targets: Mapping[str, Target], routed_tokens: Mapping[str, int]
+) -> LayerResult:
+    """The outcome under the checkpoint's names. targets: by name in the layer. routed_tokens: of experts' linears."""
+    result = LayerResult(
+        changed={prefix + name: tensor for name, tensor in outcome.changed.items()},
+        warnings=[f"{prefix.rstrip('.')}: {warning}" for warning in outcome.warnings],
+    )
+    for name, target in targets.items():
+        if (linear := outcome.linears.get(name)) is None:
+            continue
         result.linears[target.name] = linear.weight
         result.reports.append(
             linear_report(
@@ -74,12 +76,15 @@ def _as_result(index: int, outcome: LayerOutcome, targets: list[Target]) -> Laye
                 saturated_share=linear.saturated_share,
                 dead_inputs=linear.num_dead_inputs,
                 num_tokens=linear.num_tokens,
+                damping=linear.damping,
+                routed_tokens=routed_tokens.get(name),
             )
         )
+    layer = int(prefix.rstrip(".").rpartition(".")[2])
     for scaling in outcome.scalings:
         result.scalings.append(
             ScalingReport(
-                layer=index,
+                layer=layer,
                 source=prefix + scaling.mapping.source,
                 linears=tuple(prefix + name for name in scaling.mapping.linears),
                 skipped=scaling.skipped,
@@ -90,16 +95,3 @@ def _as_result(index: int, outcome: LayerOutcome, targets: list[Target]) -> Laye
             )
         )
     return result
-
-
-@torch.no_grad()
-def rtn_layers(plan: Plan, device: torch.device, progress: Progress = silent) -> Iterator[LayerResult]:
-    """Round to nearest: every target on its own, from its weight alone."""
-    read, dtype = TensorReader(plan.source), getattr(torch, plan.dtype)
-    for number, target in enumerate(plan.targets):
-        progress("quantizing", number, len(plan.targets), unit="linears")
-        weight = read(f"{target.name}.weight").to(device, torch.float32)
-        stored = quantize_weight(weight, plan.recipe.scheme, dtype)
-        report: LinearReport = linear_report(target, stored, weight_error=relative_error(stored.dequantize(), weight))
-        yield LayerResult(linears={target.name: stored}, reports=[report])
-    progress("quantizing", len(plan.targets), len(plan.targets), unit="linears")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,20 @@ _KEPT_LENGTHS = 4
 
 
 class TensorReader:
-    """Reads a checkpoint's tensors by name."""
+    """Reads a checkpoint's tensors by name. A file is mapped only while a tensor of it is held."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.checkpoint = checkpoint
+        self._path_of = lambda name: checkpoint.path / checkpoint.tensors[name].file
+
+    @classmethod
+    def of_file(cls, path: Path) -> "TensorReader":
+        """Of one safetensors file."""
+        reader = cls.__new__(cls)
+        reader._path_of = lambda name: path
+        return reader
 
     def __call__(self, name: str) -> Tensor:
-        file = self.checkpoint.tensors[name].file
-        with safe_open(self.checkpoint.path / file, "pt") as opened:
+        with safe_open(self._path_of(name), "pt") as opened:
             return opened.get_tensor(name)
 
 

@@ -1,17 +1,20 @@
 """OUT: a model folder that appears whole or not at all."""
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from llmq.profiles.errors import FailedError
+from llmq.profiles.progress import Progress, silent
+from llmq.profiles.safetensors_file import TensorInfo, write_file
+from llmq.quantize.layer_result import flush
 
 MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -34,19 +37,16 @@ def appearing_whole(out: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in (*partial.iterdir(), partial):
-            _flush(path)
+            flush(path)
         try:
             os.replace(partial, out)  # onto a missing or an empty folder
         except OSError as error:
             raise FailedError(
                 f"{out} was made by somebody else meanwhile ({error.strerror}): nothing was written"
             ) from None
-        _flush(out.parent)
-    except BaseException as error:
+        flush(out.parent)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        # safetensors wraps the system's error and keeps its words only.
-        if isinstance(error, Exception) and os.strerror(errno.ENOSPC) in str(error):
-            raise FailedError(f"{out.parent} is full: nothing was written") from None
         raise
 
 
@@ -67,14 +67,6 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy every file of a model folder but its weights and config: tokenizer, chat template, generation config."""
     copied = []
@@ -86,47 +78,61 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return copied
 
 
-class ShardWriter:
-    """Writes tensors as they come into safetensors files of bounded size, holding at most one file's in memory."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor to write, read when its turn comes. `info.file` does not matter."""
 
-    def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        self.folder, self.max_shard_bytes = folder, max_shard_bytes
-        self.num_bytes = 0
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = 0
-        self._shards: list[list[str]] = []  # names in each file written
+    info: TensorInfo
+    read: Callable[[], Tensor]
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._held and self._held_bytes + tensor.nbytes > self.max_shard_bytes:
-            self._write()
-        # A view of a larger tensor would be refused, or share its storage with another name.
-        self._held[name] = tensor.detach().to("cpu").contiguous().clone()
-        self._held_bytes += tensor.nbytes
-        self.num_bytes += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write what is held, give the files their names and, for more than one, the index."""
-        if self._held:
-            self._write()
-        count = len(self._shards)
-        if count == 1:
-            os.replace(self._part(0), self.folder / "model.safetensors")
-            return
-        weight_map = {}
-        for number, names in enumerate(self._shards):
-            file_name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            os.replace(self._part(number), self.folder / file_name)
-            weight_map.update(dict.fromkeys(names, file_name))
-        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-        (self.folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+def write_tensors(
+    folder: Path,
+    tensors: Sequence[StoredTensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress = silent,
+) -> int:
+    """Write tensors in this order into safetensors files of bounded size, one tensor in memory at a time.
 
-    def _write(self) -> None:
-        part = self._part(len(self._shards))
-        save_file(self._held, part, metadata={"format": "pt"})
-        # safetensors makes files that their owner alone can read; the folder has the user's own umask.
-        part.chmod(self.folder.stat().st_mode & 0o666)
-        self._shards.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
+    One file is model.safetensors; for more there is an index. Returns the bytes of all tensors.
+    """
+    shards = _shards(tensors, max_shard_bytes)
+    total = sum(tensor.info.num_bytes for tensor in tensors)
+    done, weight_map = 0, {}
 
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}.safetensors"
+    def content(shard: Sequence[StoredTensor]) -> Iterator[bytes]:
+        nonlocal done
+        for tensor in shard:
+            progress("writing", done, total, unit="B")
+            yield _bytes_of(tensor)
+            done += tensor.info.num_bytes
+
+    for number, shard in enumerate(shards, 1):
+        several = len(shards) > 1
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else "model.safetensors"
+        write_file(folder / name, [tensor.info for tensor in shard], content(shard))
+        weight_map.update({tensor.info.name: name for tensor in shard})
+    progress("writing", total, total, unit="B")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+    return total
+
+
+def _shards(tensors: Sequence[StoredTensor], max_shard_bytes: int) -> list[list[StoredTensor]]:
+    shards: list[list[StoredTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.info.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.info.num_bytes
+    return shards
+
+
+def _bytes_of(tensor: StoredTensor) -> bytes:
+    value = tensor.read()
+    if tuple(value.shape) != tensor.info.shape or value.nbytes != tensor.info.num_bytes:
+        raise ValueError(f"{tensor.info.name} is {tuple(value.shape)} {value.dtype}, {tensor.info} was announced")
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -4,24 +4,34 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
-from llmq.quantize import awq, layer_methods
+from llmq.profiles.safetensors_file import TensorInfo, read_header
+from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES
 from llmq.quantize.backends import llmcompressor
 from llmq.quantize.calibration import CalibrationSet
-from llmq.quantize.formats.compressed_tensors import ConfigGroup, QuantizationConfig, to_tensors
-from llmq.quantize.layer_result import LayerResult
+from llmq.quantize.fingerprint import fingerprint, versions
+from llmq.quantize.formats.registry import writer_for
+from llmq.quantize.kv_range import FP8_KV
+from llmq.quantize.layer_loop import run_layers
+from llmq.quantize.layer_methods import SETTINGS
+from llmq.quantize.layer_result import LayerResult, load_facts
 from llmq.quantize.layer_stream import TensorReader
-from llmq.quantize.output_folder import ShardWriter, appearing_whole, copy_companions
-from llmq.quantize.preflight import Plan, is_duplicate_head
+from llmq.quantize.output_folder import StoredTensor, appearing_whole, copy_companions, write_tensors
+from llmq.quantize.preflight import Plan
 from llmq.quantize.report import REPORT_FILE, LinearReport, QuantizationReport, ScalingReport
+from llmq.quantize.sizes import is_duplicate_head
 from llmq.quantize.targets import HEAD
-from llmq.quantize.verify import verify_folder
+from llmq.quantize.verify import as_stored, verify_folder
+from llmq.quantize.work_folder import WorkFolder, work_folder
+
+_DTYPE_WORDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def quantize_model(
@@ -29,96 +39,120 @@ def quantize_model(
     calibration: CalibrationSet | None = None,
     *,
     device: torch.device | str = "cpu",
+    restart: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress = silent,
 ) -> QuantizationReport:
     """Run a plan from `preflight`: `plan.out` appears with everything in it, or an error leaves nothing there.
 
-    calibration: needed by the methods that calibrate (`plan.recipe.traits.is_calibrated`), refused by none.
+    Finished layers are kept in a folder beside it meanwhile. The same call goes on from what an earlier one left there,
+    and writes the bytes that it would have written; from another plan, other data or other code it raises InputError,
+    unless `restart` drops what is there.
+
+    calibration: needed where `plan.recipe.is_calibrated`, unused elsewhere. memory_bytes: of activations in memory.
     """
-    started = time.monotonic()
-    if plan.recipe.traits.is_calibrated and calibration is None:
+    started, device = time.monotonic(), torch.device(device)
+    if not plan.recipe.is_calibrated:
+        calibration = None
+    elif calibration is None:
         raise ValueError(f"{plan.recipe.method} needs calibration data")
-    reports: list[LinearReport] = []
-    scalings: list[ScalingReport] = []
-    warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
-    with appearing_whole(plan.out) as folder:
-        copy_companions(plan.source.path, folder)
-        writer = ShardWriter(folder)
-        done: set[str] = set()
-        for result in _run_method(plan, calibration, torch.device(device), progress):
-            _write_result(writer, result, done)
-            reports += result.reports
-            scalings += result.scalings
-            warnings += result.warnings
-        _write_rest(plan, writer, done)
-        writer.finish()
-        config = {**plan.source.config, "quantization_config": quantization_config(plan).to_config()}
-        _write_json(folder / "config.json", config)
-        verify_folder(folder, plan, progress)
-        report = _build_report(
-            plan, calibration, reports, scalings, warnings, writer.num_bytes, time.monotonic() - started
-        )
-        _write_json(folder / REPORT_FILE, report.as_dict())
+    with work_folder(plan.out, fingerprint(plan, calibration, device), restart=restart) as work:
+        if plan.recipe.backend == "llmq":
+            run_layers(plan, calibration, device, work, progress, memory_bytes)
+        else:
+            _run_backend(plan, calibration, device, work, progress)
+        with appearing_whole(plan.out) as folder:
+            copy_companions(plan.source.path, folder)
+            facts = [load_facts(path) for path in work.files()]
+            num_bytes = write_tensors(folder, list(_tensors(plan, work, facts)), progress=progress)
+            _write_json(folder / "config.json", output_config(plan))
+            changed = {name for layer in facts for name in (*layer["changed"], *layer["kv_scales"])}
+            try:
+                verify_folder(folder, plan, changed, progress)
+            except FailedError:
+                work.clear()  # to go on from what is wrong would end the same way
+                raise
+            report = _build_report(plan, calibration, facts, num_bytes, time.monotonic() - started)
+            _write_json(folder / REPORT_FILE, report.as_dict())
     return report
 
 
-def quantization_config(plan: Plan) -> QuantizationConfig:
-    """OUT's quantization_config: every linear of the decoder but those left alone, each by its full name."""
-    return QuantizationConfig((ConfigGroup(("Linear",), plan.recipe.scheme),), tuple(sorted(plan.selection.left_alone)))
+def output_config(plan: Plan) -> dict[str, Any]:
+    """OUT's config.json: the source's, with the quantization, or with the dtype of a model that is not rounded."""
+    config = dict(plan.source.config)
+    if not plan.schemes:
+        return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": plan.dtype}
+    kv = FP8_KV if plan.recipe.kv == "fp8" else None
+    config["quantization_config"] = writer_for(plan.recipe.format).config(
+        plan.schemes, tuple(sorted(plan.selection.left_alone)), kv
+    )
+    return config
 
 
-def _run_method(
-    plan: Plan, calibration: CalibrationSet | None, device: torch.device, progress: Progress
-) -> Iterator[LayerResult]:
-    if plan.recipe.method == "awq":
-        return layer_methods.awq_layers(plan, calibration, device, progress)
-    if plan.recipe.method == "rtn":
-        return layer_methods.rtn_layers(plan, device, progress)
-    return llmcompressor.layers(plan, calibration, device, progress)
+def _run_backend(
+    plan: Plan, calibration: CalibrationSet | None, device: torch.device, work: WorkFolder, progress: Progress
+) -> None:
+    """A library makes the whole model at once: nothing of an interrupted run can be used."""
+    work.clear()
+    by_layer: dict[int, LayerResult] = {}
+    layer_of = {target.name: target.layer for target in plan.targets}
+    for result in llmcompressor.layers(plan, calibration, device, progress):
+        layer = next((layer_of[name] for name in result.linears), 0)
+        merged = by_layer.setdefault(layer, LayerResult())
+        merged.linears |= result.linears
+        merged.changed |= result.changed
+        merged.kv_scales |= result.kv_scales
+        merged.reports += result.reports
+        merged.scalings += result.scalings
+        merged.warnings += result.warnings
+    for layer, result in by_layer.items():
+        work.save(layer, result)
 
 
-def _write_result(writer: ShardWriter, result: LayerResult, done: set[str]) -> None:
-    for name, weight in result.linears.items():
-        done.add(f"{name}.weight")
-        for tensor_name, tensor in to_tensors(name, weight).items():
-            writer.add(tensor_name, tensor)
-    for name, tensor in result.changed.items():
-        done.add(name)
-        writer.add(name, tensor)
+def _tensors(plan: Plan, work: WorkFolder, facts: list[dict[str, Any]]) -> Iterator[StoredTensor]:
+    """All of OUT: what the layers' files hold, then every other tensor as it is, in the declared dtype.
 
-
-def _write_rest(plan: Plan, writer: ShardWriter, done: set[str]) -> None:
-    """Every other tensor as it is, in the declared dtype: a tied head that the source stores twice is stored once."""
-    read, dtype = TensorReader(plan.source), getattr(torch, plan.dtype)
-    for name in plan.source.tensors:
+    A tied head that the source stores twice is stored once.
+    """
+    done = {f"{name}.weight" for layer in facts for name in layer["linears"]}
+    for path in work.files():
+        read = TensorReader.of_file(path)
+        for name, info in read_header(path).items():
+            done.add(name)
+            yield StoredTensor(info, partial(read, name))
+    read, word = TensorReader(plan.source), _DTYPE_WORDS[plan.dtype]
+    for name, info in plan.source.tensors.items():
         if name in done or (name == f"{HEAD}.weight" and is_duplicate_head(plan.source)):
             continue
-        tensor = read(name)
-        writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        if info.dtype in ("F64", "F32", "F16", "BF16"):
+            size = info.num_elements * (4 if word == "F32" else 2)
+            info = TensorInfo(name, word, info.shape, size, info.file)
+        yield StoredTensor(info, lambda name=name: as_stored(read(name), plan.dtype))
 
 
 def _build_report(
-    plan: Plan,
-    calibration: CalibrationSet | None,
-    linears: list[LinearReport],
-    scalings: list[ScalingReport],
-    warnings: list[str],
-    bytes_after: int,
-    duration_s: float,
+    plan: Plan, calibration: CalibrationSet | None, facts: list[dict[str, Any]], bytes_after: int, duration_s: float
 ) -> QuantizationReport:
-    source, targets = plan.source, plan.targets
+    source, schemes = plan.source, plan.schemes
+    linears: list[LinearReport] = [entry for layer in facts for entry in layer["reports"]]
+    scalings: list[ScalingReport] = [entry for layer in facts for entry in layer["scalings"]]
+    warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
+    warnings += [warning for layer in facts for warning in layer["warnings"]]
     num_weights = sum(info.num_elements for info in source.tensors.values())
-    num_quantized = sum(target.out_features * target.in_features for target in targets)
+    num_quantized = sum(target.out_features * target.in_features for target in plan.targets)
+    quantized_bytes = sum(entry.bytes_after for entry in linears)
     return QuantizationReport(
         tool="llmq",
-        versions=_versions(),
+        versions=versions(),
         source=str(source.path),
         method=plan.recipe.method,
-        scheme=plan.recipe.scheme.name,
+        scheme=plan.scheme_name,
         recipe=asdict(plan.recipe),
-        settings=_settings(plan),
+        settings={name: SETTINGS[name] for name in sorted(plan.recipe.methods) if name in SETTINGS}
+        if plan.recipe.backend == "llmq"
+        else llmcompressor.SETTINGS.get(plan.recipe.method, {}),
         group_size={"value": plan.recipe.group_size, "reason": plan.group_size_reason},
-        calibration=calibration.as_dict() if calibration is not None and plan.recipe.traits.is_calibrated else None,
+        calibration=None if calibration is None else calibration.as_dict(),
         linears=linears,
         scalings=scalings,
         left_alone=plan.selection.left_alone,
@@ -126,7 +160,7 @@ def _build_report(
         bytes_after=bytes_after,
         predicted_bytes=plan.predicted_bytes,
         bits_per_weight=bytes_after * 8 / num_weights,
-        bits_per_quantized_weight=sum(entry.bytes_after for entry in linears) * 8 / num_quantized,
+        bits_per_quantized_weight=quantized_bytes * 8 / num_quantized if schemes else None,
         duration_s=round(duration_s, 2),
         warnings=warnings,
     )
@@ -134,7 +168,7 @@ def _build_report(
 
 def calibration_warnings(plan: Plan, calibration: CalibrationSet | None) -> list[str]:
     """What is doubtful about the calibration data, for the user to read before the work."""
-    if calibration is None or not plan.recipe.traits.is_calibrated:
+    if calibration is None or not plan.recipe.is_calibrated:
         return []
     widest = max(target.in_features for target in plan.targets)
     if calibration.num_tokens < widest:
@@ -143,22 +177,6 @@ def calibration_warnings(plan: Plan, calibration: CalibrationSet | None) -> list
             "(rank < in_features): the statistics cannot tell its input channels apart; give more text"
         ]
     return []
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    if plan.recipe.method == "awq":
-        return awq.SETTINGS
-    return llmcompressor.SETTINGS.get(plan.recipe.method, {})
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("llmq-toolkit", "torch", "transformers", "llmcompressor", "compressed-tensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _write_json(path: Path, content: dict) -> None:

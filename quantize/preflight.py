@@ -3,25 +3,22 @@
 import importlib.util
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
-from llmq.quantize.recipe import STANDARD_GROUP_SIZES, Recipe
-from llmq.quantize.targets import HEAD, Selection, Target, select_targets
+from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.group_sizes import resolve_group_size
+from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
+from llmq.quantize.sizes import DTYPE_BYTES, predict_bytes
+from llmq.quantize.targets import Selection, Target, fused_sets, select_targets
 
-# Method -> modules it needs beside the base install.
-_NEEDS = {
-    "rtn": (),
-    "awq": ("transformers",),
-    "gptq": ("transformers", "llmcompressor"),
-    "smoothquant": ("transformers", "llmcompressor"),
-    "fp8": ("transformers", "llmcompressor"),
-}
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Backend -> modules it needs beside the base install.
+_NEEDS = {"llmq": (), "llmcompressor": ("transformers", "llmcompressor")}
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,9 @@ class Plan:
 
     source: Checkpoint
     out: Path
-    recipe: Recipe  # group size resolved
+    recipe: Recipe  # its default's group size resolved
     selection: Selection
+    settings: Mapping[str, LinearSettings]  # of each target; group sizes resolved
     dtype: str  # of every tensor that is not quantized: the one config.json declares
     group_size_reason: str
     predicted_bytes: int  # of OUT's weights
@@ -41,61 +39,56 @@ class Plan:
     def targets(self) -> tuple[Target, ...]:
         return self.selection.targets
 
+    @property
+    def schemes(self) -> dict[str, WeightScheme]:
+        """What each target is stored as; none where nothing is rounded."""
+        if self.recipe.options.smooth_only:
+            return {}
+        return {name: settings.scheme for name, settings in self.settings.items()}
+
+    @property
+    def scheme_name(self) -> str:
+        """For people: the scheme, or how many linears have which."""
+        counts: dict[str, int] = {}
+        for scheme in self.schemes.values():
+            counts[scheme.name] = counts.get(scheme.name, 0) + 1
+        if len(counts) < 2:
+            return next(iter(counts), f"scales moved, nothing rounded, {self.dtype}")
+        return "; ".join(f"{name} ({count} linears)" for name, count in counts.items())
+
+    def with_settings(self, settings: Mapping[str, LinearSettings]) -> "Plan":
+        """The same plan with other settings for some targets (what a search chose). Raises InputError as preflight."""
+        return _complete(replace(self, settings={**self.settings, **settings}))
+
 
 def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
     """Check all that can be checked without reading a weight. Raises InputError or FailedError; makes no file."""
     _refuse_quantized(source)
-    architecture = source.architecture  # refuses an unknown model_type by name
-    if recipe.method in ("awq", "smoothquant") and architecture.family is None:
-        raise InputError(
-            f"--{recipe.method}: which norm feeds which linears is not known for model_type "
-            f"{architecture.model_type!r} ({', '.join(FAMILIES)} are known)"
-        )
-    if (
-        recipe.method in ("gptq", "fp8", "smoothquant")
-        and architecture.family is not None
-        and architecture.family.experts is not None
-    ):
-        raise InputError(
-            f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
-            "they are stored one by one; --rtn quantizes them"
-        )
+    _check_architecture(source, recipe)
     _check_extras(recipe)
-    dtype = architecture.dtype.removeprefix("torch.")
-    if dtype not in _DTYPE_BYTES:
-        raise InputError(f"config.json declares dtype {dtype!r}: {', '.join(_DTYPE_BYTES)} are supported")
+    dtype = source.architecture.dtype.removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"config.json declares dtype {dtype!r}: {', '.join(DTYPE_BYTES)} are supported")
+    if recipe.options.smooth_only:
+        dtype = "float32"  # moving scales is an identity; rounding the product to 16 bit is none
     if not (source.path / "tokenizer.json").is_file():
         raise InputError(f"{source.path} has no tokenizer.json: what comes out could be neither served nor evaluated")
-    selection = select_targets(source, recipe.ignore)
-    recipe, reason = _resolve_group_size(recipe, selection.targets)
-    predicted_bytes = predict_bytes(source, recipe, selection, dtype)
-    _check_out(out, predicted_bytes)
-    return Plan(source, out, recipe, selection, dtype, reason, predicted_bytes, _fusion_warnings(selection))
+    selection = select_targets(source, recipe.ignore, recipe.rules)
+    settings, recipe, reason = _resolve_settings(recipe, selection)
+    plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0, _fusion_warnings(source, selection))
+    plan = _complete(plan)
+    _check_out(out, plan.predicted_bytes)
+    return plan
 
 
-def predict_bytes(source: Checkpoint, recipe: Recipe, selection: Selection, dtype: str) -> int:
-    """Bytes of the tensors of OUT."""
-    scheme, element_bytes = recipe.scheme, _DTYPE_BYTES[dtype]
-    total = 0
-    for target in selection.targets:
-        groups = scheme.num_groups(target.in_features)
-        if scheme.layout == "pack-quantized":
-            total += target.out_features * (-(-target.in_features * scheme.bits // 32)) * 4 + 16  # and weight_shape
-        else:
-            total += target.out_features * target.in_features
-        total += target.out_features * groups * element_bytes
-        if not scheme.symmetric:
-            total += -(-target.out_features * scheme.bits // 32) * 4 * groups
-    quantized = {f"{target.name}.weight" for target in selection.targets}
-    for name, info in source.tensors.items():
-        if name not in quantized and not (name == f"{HEAD}.weight" and is_duplicate_head(source)):
-            total += info.num_elements * element_bytes
-    return total
-
-
-def is_duplicate_head(source: Checkpoint) -> bool:
-    """Whether the checkpoint stores a head although its config ties it to the embedding."""
-    return bool(source.config.get("tie_word_embeddings")) and f"{HEAD}.weight" in source.tensors
+def _complete(plan: Plan) -> Plan:
+    """Check what the settings of single linears must agree on, and predict the size."""
+    _check_fused(plan)
+    _check_format(plan)
+    schemes, recipe = plan.schemes, plan.recipe
+    targets = plan.targets if schemes else ()
+    size = predict_bytes(plan.source, schemes, targets, plan.dtype, recipe.kv is not None)
+    return replace(plan, predicted_bytes=size)
 
 
 def _refuse_quantized(source: Checkpoint) -> None:
@@ -111,79 +104,86 @@ def _refuse_quantized(source: Checkpoint) -> None:
     raise InputError(f"{source.path} is already quantized ({method}{detail}): quantize the original model instead")
 
 
+def _check_architecture(source: Checkpoint, recipe: Recipe) -> None:
+    architecture = source.architecture  # refuses an unknown model_type by name
+    moving = [settings.method for settings in recipe.all_settings if settings.traits.moves_scales]
+    if moving and architecture.family is None:
+        raise InputError(
+            f"--{moving[0]}: which norm feeds which linears is not known for model_type "
+            f"{architecture.model_type!r} ({', '.join(FAMILIES)} are known)"
+        )
+    if recipe.backend == "llmcompressor" and architecture.family is not None and architecture.family.experts:
+        raise InputError(
+            f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
+            "they are stored one by one; --rtn and --awq quantize them"
+        )
+
+
 def _check_extras(recipe: Recipe) -> None:
-    missing = [name for name in _NEEDS[recipe.method] if importlib.util.find_spec(name) is None]
+    needed = set(_NEEDS.get(recipe.backend, ())) | ({"transformers"} if recipe.is_calibrated else set())
+    missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
     if missing:
         raise FailedError(
             f"--{recipe.method} needs {' and '.join(missing)}, not installed here: pip install 'llmq-toolkit[quantize]'"
         )
 
 
-def _resolve_group_size(recipe: Recipe, targets: tuple[Target, ...]) -> tuple[Recipe, str]:
-    if not recipe.traits.is_grouped:
-        return recipe, f"--{recipe.method} has one scale a row"
-    if recipe.group_size == "channel":
-        return recipe, "as asked: one group a row"
-    if recipe.group_size == "auto":
-        dividing = _dividing_sizes(targets)
-        if not dividing:
-            sizes = sorted({target.in_features for target in targets})
+def _resolve_settings(recipe: Recipe, selection: Selection) -> tuple[dict[str, LinearSettings], Recipe, str]:
+    """The settings of each target, the recipe with its default's group size, and why that one."""
+    by_settings: dict[LinearSettings, list[Target]] = {}
+    for target in selection.targets:
+        rule = selection.rules.get(target.name)
+        by_settings.setdefault(rule.settings if rule else recipe.default, []).append(target)
+    resolved, reason = {}, "no linear takes it: every one has settings of its own"
+    for settings, targets in by_settings.items():
+        chosen, why = resolve_group_size(settings, targets)
+        resolved.update(dict.fromkeys((target.name for target in targets), chosen))
+        if settings == recipe.default:
+            recipe, reason = replace(recipe, default=chosen), why
+    return {target.name: resolved[target.name] for target in selection.targets}, recipe, reason
+
+
+def _check_fused(plan: Plan) -> None:
+    """Refuse schemes that differ among linears that run as one."""
+    for fused in fused_sets(plan.source):
+        schemes: dict[WeightScheme, list[str]] = {}
+        for name in fused.members:
+            if name in plan.settings:
+                schemes.setdefault(plan.settings[name].scheme, []).append(name)
+        if len(schemes) > 1:
+            rows = [f"  {scheme.name}: {_few(names)}" for scheme, names in schemes.items()]
             raise InputError(
-                f"--group-size auto: none of {', '.join(map(str, STANDARD_GROUP_SIZES))} divides every target's inputs "
-                f"({', '.join(map(str, sizes))}); use --group-size channel or leave some out with --ignore"
+                f"{fused.name} run as one linear and must share one scheme; the recipe gives them {len(schemes)}:\n"
+                + "\n".join(rows)
             )
-        return recipe.with_group_size(dividing[0]), _auto_reason(dividing[0], targets)
-    offenders = [target for target in targets if target.in_features % recipe.group_size]
-    if offenders:
-        raise InputError(_group_size_message(recipe.group_size, offenders, targets))
-    return recipe, "as asked"
 
 
-def _dividing_sizes(targets: tuple[Target, ...]) -> list[int]:
-    return [size for size in STANDARD_GROUP_SIZES if all(target.in_features % size == 0 for target in targets)]
+def _few(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _auto_reason(chosen: int, targets: tuple[Target, ...]) -> str:
-    if chosen == STANDARD_GROUP_SIZES[0]:
-        return f"auto: {chosen} divides every target"
-    larger = STANDARD_GROUP_SIZES[STANDARD_GROUP_SIZES.index(chosen) - 1]
-    sizes = sorted({target.in_features for target in targets if target.in_features % larger})
-    return f"auto: the largest of {STANDARD_GROUP_SIZES} that divides every target ({larger} does not divide {sizes})"
+def _check_format(plan: Plan) -> None:
+    if plan.recipe.format == DEFAULT_FORMAT:
+        return
+    # Imports torch: only where another layout is asked for.
+    from llmq.quantize.formats.registry import writer_for
+
+    writer = writer_for(plan.recipe.format)
+    for target in plan.targets:
+        writer.check(plan.settings[target.name].scheme, (target.out_features, target.in_features))
+    writer.config(plan.schemes, tuple(plan.selection.left_alone))
 
 
-def _group_size_message(size: int, offenders: list[Target], targets: tuple[Target, ...]) -> str:
-    by_inputs: dict[int, list[str]] = {}
-    for target in offenders:
-        kinds = by_inputs.setdefault(target.in_features, [])
-        if target.kind not in kinds:
-            kinds.append(target.kind)
-    rows = [
-        f"  {', '.join(kinds)}: {inputs} inputs = {inputs // size}·{size} + {inputs % size}"
-        for inputs, kinds in sorted(by_inputs.items())
-    ]
-    usable = _dividing_sizes(targets)
-    proposal = f"use --group-size {' or '.join(map(str, usable))} (or auto)" if usable else "use --group-size channel"
-    ignore = " ".join(f"--ignore {kind}" for kinds in by_inputs.values() for kind in kinds)
-    return (
-        f"--group-size {size} does not divide the inputs of {len(offenders)} of {len(targets)} linears:\n"
-        + "\n".join(rows)
-        + f"\n{proposal}, or leave these in 16 bit: {ignore}"
-    )
-
-
-def _fusion_warnings(selection: Selection) -> tuple[str, ...]:
+def _fusion_warnings(source: Checkpoint, selection: Selection) -> tuple[str, ...]:
     """vLLM runs q, k and v as one linear, gate and up as another: all or none of them must be quantized."""
-    split = []
-    for siblings in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-        by_layer: dict[int, set[str]] = {}
-        for target in selection.targets:
-            if target.kind in siblings:
-                by_layer.setdefault(target.layer, set()).add(target.kind)
-        if any(len(kinds) < len(siblings) for kinds in by_layer.values()):
-            split.append(", ".join(siblings))
+    quantized = {target.name for target in selection.targets}
+    kinds = {}
+    for fused in fused_sets(source):
+        if 0 < len(quantized.intersection(fused.members)) < len(fused.members):
+            kinds[fused.name.partition(" ")[2] or "the experts"] = None
     return tuple(
         f"only some of {names} are quantized in a layer: vLLM fuses them and will not load the result"
-        for names in split
+        for names in kinds
     )
 
 
@@ -195,8 +195,10 @@ def _check_out(out: Path, predicted_bytes: int) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"-o {out}: {parent} is not a folder that can be written to")
-    free_bytes = shutil.disk_usage(parent).free
-    if free_bytes < predicted_bytes * 1.02:
+    # Twice: finished layers are kept in a folder of their own until the whole is there.
+    needed, free = 2 * predicted_bytes, shutil.disk_usage(parent).free
+    if free < needed * 1.02:
         raise InputError(
-            f"-o {out}: the result takes {format_bytes(predicted_bytes)}, {parent} has {format_bytes(free_bytes)} free"
+            f"-o {out}: the result takes {format_bytes(predicted_bytes)}, and as much again while it is made; "
+            f"{parent} has {format_bytes(free)} free"
         )

@@ -26,7 +26,9 @@ class LinearReport:
     rtn_output_error: float | None = None  # what plain rounding to the same scheme would have cost
     saturated_share: float | None = None  # weights outside the range that was kept
     dead_inputs: int | None = None  # input channels that no calibration token ever used
-    num_tokens: int | None = None
+    num_tokens: int | None = None  # that its statistics were taken of
+    damping: float | None = None  # that was added to the Hessian, as a share of its mean diagonal
+    routed_tokens: int | None = None  # of an expert: what the router sent to it
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class QuantizationReport:
     bytes_after: int
     predicted_bytes: int
     bits_per_weight: float  # of all weights, those left in 16 bit included
-    bits_per_quantized_weight: float
+    bits_per_quantized_weight: float | None  # None: nothing is rounded
     duration_s: float
     warnings: list[str]
 

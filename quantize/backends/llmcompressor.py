@@ -45,7 +45,7 @@ def layers(
     plan: Plan, calibration: CalibrationSet | None, device: torch.device, progress: Progress = silent
 ) -> Iterator[LayerResult]:
     """Quantize with llm-compressor; all linears at once, as one result a linear (the last one carries the rest)."""
-    is_calibrated = plan.recipe.traits.is_calibrated
+    is_calibrated = plan.recipe.is_calibrated
     with _quiet(plan, progress) as warnings:
         from llmcompressor import oneshot
 

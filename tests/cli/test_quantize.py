@@ -36,7 +36,7 @@ def calib(tmp_path):
 def test_without_a_method_it_takes_awq_on_a_cpu_and_says_so(llmq, tiny_llama, calib, tmp_path):
     code, out, err = llmq("quantize", tiny_llama(), "--calib", calib, "--device", "cpu", "-o", tmp_path / "q")
     assert code == 0
-    assert "method      AWQ, 4-bit weights (the default here: no device that computes in FP8)" in err
+    assert "method      AWQ, 4 bits (the default here: no device that computes in FP8)" in err
     assert "group size  64 (auto: the largest of" in err
     assert "20 samples" in err
     assert "lm_head" in err
@@ -60,7 +60,7 @@ def test_json_is_one_object_on_stdout(llmq, tiny_llama, tmp_path):
         (["--fp8", "--group-size", "64"], "--group-size does not apply to --fp8"),
         (["--fp8", "--calib", "builtin", "--samples", "3"], "--calib and --samples with --fp8"),
         (["--rtn", "--seq-len", "3"], "--seq-len with --rtn"),
-        (["--awq", "--bits", "3"], "--bits 3 is not supported"),
+        (["--awq", "--bits", "5"], "--bits 5 is not supported"),
         (["--awq", "--group-size", "128"], "128 does not divide"),
         (["--awq", "--calib", "missing.txt"], "no such file"),
         (["--awq", "--seq-len", "4096"], "at most 256 tokens"),

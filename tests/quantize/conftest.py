@@ -27,19 +27,22 @@ def calibration_jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run_quantize() -> Callable:
     """run_quantize(source, out, method, calib=None, **recipe) -> report."""
+    return quantize_in_one_call
 
-    def run(source: Path, out: Path, method: str, calib: Path | None = None, **recipe: object):
-        from llmq.profiles.checkpoint import read_checkpoint
-        from llmq.quantize.calibration import load_calibration, load_tokenizer
-        from llmq.quantize.pipeline import quantize_model
-        from llmq.quantize.preflight import preflight
-        from llmq.quantize.recipe import Recipe
 
-        chosen = Recipe.of(method, **recipe)
-        plan = preflight(read_checkpoint(source), chosen, out)
-        calibration = None
-        if chosen.traits.is_calibrated:
-            calibration = load_calibration(str(calib), load_tokenizer(source), num_samples=16, seq_len=48)
-        return quantize_model(plan, calibration)
+def quantize_in_one_call(
+    source: Path, out: Path, method: str, calib: Path | None = None, restart: bool = False, memory_bytes: int = 2**29,
+    **recipe: object,
+):  # fmt: skip
+    from llmq.profiles.checkpoint import read_checkpoint
+    from llmq.quantize.calibration import load_calibration, load_tokenizer
+    from llmq.quantize.pipeline import quantize_model
+    from llmq.quantize.preflight import preflight
+    from llmq.quantize.recipe import Recipe
 
-    return run
+    chosen = Recipe.of(method, **recipe)
+    plan = preflight(read_checkpoint(source), chosen, out)
+    calibration = None
+    if chosen.is_calibrated:
+        calibration = load_calibration(str(calib), load_tokenizer(source), num_samples=16, seq_len=48)
+    return quantize_model(plan, calibration, restart=restart, memory_bytes=memory_bytes)

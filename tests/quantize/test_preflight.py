@@ -12,7 +12,7 @@ from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.safetensors_file import TensorInfo
 from llmq.quantize import preflight as preflight_module
 from llmq.quantize.preflight import preflight
-from llmq.quantize.recipe import Recipe
+from llmq.quantize.recipe import LinearSettings, MethodOptions, Recipe, Rule
 
 
 def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
@@ -191,7 +191,17 @@ def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path, 
     ("method", "options", "words"),
     [
         ("awq", {"bits": 3}, "--bits 3"),
-        ("awq", {"bits": 8}, "--smoothquant"),
+        ("smoothquant", {"bits": 4}, "--rtn"),
+        ("rtn", {"options": MethodOptions(damp=0.1)}, "--damp is GPTQ's"),
+        ("gptq", {"options": MethodOptions(damp=-1.0)}, "above 0"),
+        ("gptq", {"options": MethodOptions(alpha=0.5)}, "--alpha is SmoothQuant's"),
+        ("smoothquant", {"options": MethodOptions(alpha=1.5)}, "from 0"),
+        ("rtn", {"options": MethodOptions(smooth_only=True)}, "moves none"),
+        ("rtn", {"kv": "int8"}, "--kv-dtype int8"),
+        ("rtn", {"kv": "fp4"}, "fp8 is expected"),
+        ("rtn", {"backend": "llmcompressor"}, "--backend llmcompressor does not run --rtn"),
+        ("fp8", {"fp8_scheme": "tensor"}, "dynamic"),
+        ("awq", {"fp8_scheme": "static"}, "--fp8-scheme does not apply"),
         ("fp8", {"bits": 4}, "--awq"),
         ("fp8", {"group_size": "128"}, "--group-size does not apply to --fp8"),
         ("smoothquant", {"symmetric": False}, "--sym/--asym does not apply"),
@@ -223,3 +233,73 @@ def test_a_model_without_a_tokenizer_is_refused_before_work(tiny_llama, tmp_path
     (folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"tokenizer\.json"):
         preflight(read_checkpoint(folder), Recipe.of("rtn", group_size="32"), tmp_path / "out")
+
+
+MLP8 = Rule(("mlp",), LinearSettings.of("rtn", bits=8, group_size="32"))
+
+
+def test_a_rule_gives_its_linears_settings_of_their_own(tmp_path):
+    first = Rule(("down_proj",), None)
+    last = Rule(("layers.0.mlp.down_proj",), LinearSettings.of("rtn", group_size="channel"))
+    recipe = Recipe.of("rtn", rules=(MLP8, first, last), group_size="64")
+    plan = preflight(fake_checkpoint(tmp_path), recipe, tmp_path / "out")
+    names = {name.removeprefix("model.layers."): scheme.name for name, scheme in plan.schemes.items()}
+    assert names["0.self_attn.q_proj"] == "int4 g64 asymmetric"
+    assert names["0.mlp.up_proj"] == "int8 g32 asymmetric"
+    assert names["0.mlp.down_proj"] == "int4 per channel asymmetric"  # the last rule that names it
+    assert "1.mlp.down_proj" not in names
+    assert "the recipe ignores down_proj" in plan.selection.left_alone["model.layers.1.mlp.down_proj"]
+    assert "int8 g32 asymmetric (4 linears)" in plan.scheme_name
+
+
+def test_auto_is_resolved_for_each_rule_by_itself(tmp_path):
+    rule = Rule(("down_proj",), LinearSettings.of("rtn"))
+    recipe = Recipe.of("rtn", bits=8, rules=(rule,))
+    plan = preflight(fake_checkpoint(tmp_path), recipe, tmp_path / "out")
+    assert {s.group_size for name, s in plan.settings.items() if "down" in name} == {128}
+    assert {s.group_size for name, s in plan.settings.items() if "down" not in name} == {64}
+
+
+def test_a_rule_that_names_nothing_is_refused(tmp_path):
+    rule = Rule(("up_projs",), LinearSettings.of("rtn", bits=8))
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("rtn", rules=(rule,)), tmp_path / "out")
+    assert "'up_projs': near to it are up_proj" in message
+    assert message.startswith("1 recipe pattern matches no linear")
+
+
+@pytest.mark.parametrize("kind", ["k_proj", "gate_proj"])
+def test_siblings_that_run_as_one_must_share_a_scheme(tmp_path, kind):
+    rule = Rule((kind,), LinearSettings.of("rtn", bits=8, group_size="64"))
+    message = refuse(fake_checkpoint(tmp_path), Recipe.of("rtn", rules=(rule,), group_size="64"), tmp_path / "out")
+    assert "must share one scheme" in message
+    assert "int8 g64 asymmetric: model.layers.0." in message
+
+
+def test_a_search_can_give_other_settings_to_a_plan(tmp_path):
+    plan = preflight(fake_checkpoint(tmp_path), Recipe.of("rtn", group_size="64"), tmp_path / "out")
+    down = [name for name in plan.settings if "down" in name]
+    changed = plan.with_settings(dict.fromkeys(down, LinearSettings.of("rtn", bits=8, group_size="128")))
+    assert changed.predicted_bytes > plan.predicted_bytes
+    with pytest.raises(InputError, match="must share one scheme"):
+        plan.with_settings({"model.layers.1.mlp.up_proj": LinearSettings.of("rtn", bits=8, group_size="32")})
+
+
+def test_a_mixture_nobody_knows_is_refused_by_name(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path, model_type="qwen2_moe")
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    checkpoint.tensors[name] = TensorInfo(name, "BF16", (64, 576), 2 * 64 * 576, "x")
+    assert "'qwen2_moe' is a mixture" in refuse(checkpoint, Recipe.of("rtn"), tmp_path / "out")
+
+
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    checkpoint.tensors[name] = TensorInfo(name, "BF16", (8, 64, 576), 2 * 8 * 64 * 576, "x")
+    assert "all experts of a layer in one tensor" in refuse(checkpoint, Recipe.of("rtn"), tmp_path / "out")
+
+
+def test_layers_outside_the_decoder_are_refused_by_name(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path)
+    name = "vision_tower.encoder.layers.0.mlp.fc1.weight"
+    checkpoint.tensors[name] = TensorInfo(name, "BF16", (64, 576), 2 * 64 * 576, "x")
+    assert name in refuse(checkpoint, Recipe.of("rtn"), tmp_path / "out")
