@@ -5,6 +5,7 @@ import os
 # On one or two cores it would make a pool of one worker and then fail to share it out.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
+import torch
 from dense import save_changed
 from gptqmodel import BACKEND, GPTQConfig, GPTQModel
 from job import Job, Meter
@@ -25,6 +26,7 @@ def main() -> None:
 
 def dequantized_state(job: Job) -> dict:
     """What the saved folder holds, each packed linear dequantized by GPTQModel's own code."""
+    torch.compiler.set_stance("force_eager")  # compiling it takes longer than running it once
     model = GPTQModel.load(str(job.checkpoint), backend=BACKEND.TORCH, device="cpu").model
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
     for name, module in model.named_modules():
