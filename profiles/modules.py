@@ -111,9 +111,8 @@ def _older_layout(parts: dict[str, TensorInfo], quantization: dict[str, Any]) ->
     """AutoGPTQ packs qweight along the input, [in / 8, out]; AutoAWQ along the output, [in, out / 8]."""
     bits = _bits(quantization)
     rows, columns = parts["qweight"].shape
-    packed = 32 // bits
     out_features = parts["scales"].shape[1]
-    in_features = rows if columns * packed == out_features else rows * packed
+    in_features = rows if columns * 32 == out_features * bits else rows * 32 // bits
     method = "awq" if in_features == rows else "gptq"
     group = in_features // parts["scales"].shape[0]
     order = ", activation order" if quantization.get("desc_act") else ""

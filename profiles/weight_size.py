@@ -1,7 +1,7 @@
 """Bytes of a model's weights: from the headers of its files, or from config.json and how it would be stored."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, value
 from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
+from llmq.profiles.weight_storage import WEIGHT_SHAPE_BYTES, WeightStorage, declared_storage
 
 _AUTO_GROUPS = (128, 64, 32)
 
@@ -24,19 +25,6 @@ class LinearShape:
     in_features: int
     count: int
     bias: bool = False
-
-
-@dataclass(frozen=True)
-class WeightStorage:
-    """How the decoder layers' linears are stored. Embedding, norms, biases and head stay in `other_bytes` an element.
-
-    `group_size`: input features that share one 16-bit scale; None: one scale a row (a channel).
-    """
-
-    name: str
-    bits: int
-    group_size: int | None = None
-    other_bytes: int = 2
 
 
 @dataclass(frozen=True)
@@ -69,12 +57,13 @@ def _given_bytes(text: str) -> int:
         return parse_bytes(text)
     except InputError:
         raise InputError(
-            f"--weights {text}: give a scheme (bf16, fp16, fp32, fp8, int8, w4, w4g64) or a size (40GiB, 40GB)"
+            f"--weights {text}: give a scheme (bf16, fp16, fp32, fp8, int8, w4, w4g64, w3g64) or a size (40GiB, 40GB)"
         ) from None
 
 
 def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
-    """The scheme called bf16, fp16, fp32, fp8, int8, w4g64, or w4: the largest of groups 128, 64, 32 that divides.
+    """The scheme called bf16, fp16, fp32, fp8, int8, w4g64 (w2, w3, w4 or w8), or w4: the largest of groups 128, 64, 32
+    that divides.
 
     Raises ValueError when `text` is no scheme, InputError when its group size does not divide this model.
     """
@@ -85,15 +74,15 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
         return WeightStorage(text, 32, other_bytes=4)
     if text in ("fp8", "int8"):
         return WeightStorage(text, 8)
-    match = re.fullmatch(r"w4(?:g(\d+))?", text)
+    match = re.fullmatch(r"w([2348])(?:g(\d+))?", text)
     if not match:
         raise ValueError(text)
     widths = sorted({linear.in_features for linear in linear_shapes(config)})
-    sizes = [int(match.group(1))] if match.group(1) else _AUTO_GROUPS
+    bits, sizes = int(match.group(1)), [int(match.group(2))] if match.group(2) else _AUTO_GROUPS
     dividing = [size for size in sizes if size and all(width % size == 0 for width in widths)]
     if not dividing:
         raise InputError(f"--weights {text}: no group of {sizes} divides all input widths {widths}")
-    return WeightStorage(f"w4g{dividing[0]}", 4, dividing[0])
+    return WeightStorage(f"w{bits}g{dividing[0]}", bits, dividing[0], linear_bytes=WEIGHT_SHAPE_BYTES)
 
 
 def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
@@ -179,11 +168,12 @@ def _linear_bytes(linear: LinearShape, storage: WeightStorage) -> int:
     rows, width = linear.out_features, linear.in_features
     if storage.bits >= 16:
         return rows * width * storage.bits // 8
-    if storage.bits == 8:
-        return rows * width + 2 * rows
-    words = -(-width * storage.bits // 32)  # 4-bit values lie in int32 words, a row at a time
-    shape = 2 * 8  # of the tensor `weight_shape`
-    return rows * words * 4 + 2 * rows * (width // (storage.group_size or width)) + shape
+    # Fewer than 8 bits lie in int32 words, a row at a time.
+    values = rows * width if storage.bits == 8 else rows * -(-width * storage.bits // 32) * 4
+    groups = -(-width // (storage.group_size or width))
+    scales = groups * -(-rows // storage.block_rows) * storage.scale_bytes
+    zeros = groups * -(-rows * storage.zero_bits // 32) * 4
+    return values + scales + zeros + width * storage.column_bytes + storage.linear_bytes
 
 
 def _declared_storage(path: Path, config: dict[str, Any]) -> WeightStorage:
@@ -192,13 +182,10 @@ def _declared_storage(path: Path, config: dict[str, Any]) -> WeightStorage:
     dtype = ModelArchitecture.from_config(config).dtype
     if quantization is None:
         return parse_storage({"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), config)
-    method = quantization.get("quant_method")
-    schemes = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    if method == "compressed-tensors" and len(schemes) == 1:
-        bits, group = schemes[0].get("num_bits"), schemes[0].get("group_size")
-        if bits == 8 or (bits == 4 and schemes[0].get("type") == "int"):
-            return WeightStorage(f"{method}, {bits} bit", bits, group if group and group > 0 else None)
-    raise InputError(
-        f"how many bytes weights quantized by {method!r} take is not known from their config alone; "
-        "say it: --weights 40GiB, or a scheme (bf16, fp8, int8, w4, w4g64)"
-    )
+    storage = declared_storage(quantization)
+    if storage is None:
+        raise InputError(
+            f"how many bytes weights quantized by {quantization.get('quant_method')!r} take is not known from their "
+            "config alone; say it: --weights 40GiB, or a scheme (bf16, fp8, int8, w4, w4g64)"
+        )
+    return replace(storage, other_bytes=4 if dtype == "float32" else 2)

@@ -27,22 +27,39 @@ class Dtypes:
 
     @classmethod
     def of(cls, architecture_dtype: str, quantization: dict[str, Any] | None, engine: EngineConfig) -> "Dtypes":
-        """`--dtype auto` is the checkpoint's own; `--kv-dtype auto` is FP8 where the checkpoint stores calibrated FP8
-        scales for its KV-cache, else the dtype of the activations."""
+        """`--dtype auto` is the checkpoint's own; `--kv-dtype auto` is what the checkpoint's `kv_cache_scheme` asks
+        for, else the dtype of the activations. Raises InputError, by name, for a scheme that is not run, unless
+        `--kv-dtype` overrules it."""
         dtype = engine.dtype if engine.dtype != "auto" else _LONG_NAMES.get(architecture_dtype, "fp32")
-        calibrated = _is_calibrated_fp8((quantization or {}).get("kv_cache_scheme"))
-        kv_dtype = engine.kv_dtype
-        if kv_dtype == "auto":
-            kv_dtype = "fp8" if calibrated else dtype
-        return cls(dtype, kv_dtype, calibrated and kv_dtype == "fp8")
+        scheme = (quantization or {}).get("kv_cache_scheme")
+        asked = _kv_dtype_of(scheme) if scheme else dtype
+        if engine.kv_dtype == "auto" and asked is None:
+            raise InputError(
+                f"the checkpoint's kv_cache_scheme ({_describe(scheme)}) is not one that the runtime runs (symmetric 8 "
+                "bits, dynamic, or e4m3 with one stored scale a layer for K and for V, are): say --kv-dtype bf16, or "
+                "--kv-dtype fp8 or int8 for scales computed as it runs"
+            )
+        kv_dtype = asked if engine.kv_dtype == "auto" else engine.kv_dtype
+        return cls(dtype, kv_dtype, bool(scheme) and asked == kv_dtype == "fp8" and not scheme.get("dynamic"))
 
 
-def _is_calibrated_fp8(scheme: dict[str, Any] | None) -> bool:
-    """Whether a compressed-tensors `kv_cache_scheme` is e4m3 with one stored scale a layer for K and for V."""
-    return (
-        bool(scheme)
-        and scheme.get("type") == "float"
-        and scheme.get("num_bits") == 8
-        and not scheme.get("dynamic")
-        and (scheme.get("strategy") or "tensor") == "tensor"
+def _kv_dtype_of(scheme: dict[str, Any] | str) -> str | None:
+    """The KV dtype of a compressed-tensors `kv_cache_scheme`; None where the runtime has none that honours it."""
+    if not isinstance(scheme, dict) or scheme.get("num_bits") != 8 or not scheme.get("symmetric", True):
+        return None
+    kind = scheme.get("type", "float")
+    if scheme.get("dynamic"):
+        return {"float": "fp8", "int": "int8"}.get(kind)
+    is_per_tensor = (scheme.get("strategy") or "tensor") == "tensor"
+    return "fp8" if kind == "float" and is_per_tensor else None
+
+
+def _describe(scheme: dict[str, Any] | str) -> str:
+    if not isinstance(scheme, dict):
+        return repr(scheme)
+    when, sign = (
+        "dynamic" if scheme.get("dynamic") else "static",
+        "" if scheme.get("symmetric", True) else "asymmetric ",
     )
+    number = f"{scheme.get('type', 'float')}{scheme.get('num_bits')}"
+    return f"{sign}{number}, {when} per {scheme.get('strategy') or 'tensor'}"

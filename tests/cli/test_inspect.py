@@ -44,6 +44,7 @@ def test_a_model_in_16_bit(tiny_llama):
         ("llmc-gptq-w4a16", "int4 g128 sym", None),
         ("llmc-sq-w8a8", "int8 per channel sym", "int8 dynamic per token"),
         ("llmc-fp8-static", "fp8 per tensor", "fp8 static per tensor"),
+        ("llmc-nvfp4", "fp4 g16", "fp4 dynamic per 16 channels"),
     ],
 )
 def test_what_the_config_declares_of_each_linear(shared, folder, stored_as, activation):
@@ -55,9 +56,24 @@ def test_what_the_config_declares_of_each_linear(shared, folder, stored_as, acti
     assert result["problems"] == []
 
 
-@pytest.mark.parametrize("folder", ["llmc-nvfp4", "autoawq-w4g128-gemm"])
-def test_a_format_that_is_not_run_is_shown_and_said_to_be(shared, folder):
+@pytest.mark.parametrize(
+    ("folder", "stored_as"),
+    [
+        ("autogptq-w4g128-sym", "int4 g128 sym"),
+        ("autogptq-w4g128-asym-actorder", "int4 g128 asym in activation order"),
+        ("autoawq-w4g128-gemm", "int4 g128 asym"),
+    ],
+)
+def test_older_layouts(shared, folder, stored_as):
     result = inspect(shared / "interop" / folder)
+    assert by_name(result)["mlp.up_proj"]["stored_as"] == stored_as
+    assert by_name(result)["mlp.up_proj"]["shape"] == [512, 256]
+    assert by_name(result)["lm_head"]["stored_as"] == "fp32"
+    assert result["problems"] == []
+
+
+def test_a_format_that_is_not_run_is_shown_and_said_to_be(shared):
+    result = inspect(shared / "interop" / "llmc-mxfp4")
     assert "g" in by_name(result)["mlp.up_proj"]["stored_as"]
     assert result["problems"][0].startswith("llmq does not run this format:")
 

@@ -4,7 +4,7 @@ import pytest
 
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
-from llmq.profiles.weight_size import parameter_count, parse_storage, storage_bytes, weight_size
+from llmq.profiles.weight_size import other_parameters, parameter_count, parse_storage, storage_bytes, weight_size
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -127,10 +127,35 @@ def test_the_estimate_is_what_llm_compressor_writes_to_the_byte(shared, folder, 
     assert weight_size(path / "config.json").num_bytes == stored.num_bytes
 
 
+@pytest.mark.parametrize("folder", ["autoawq-w4g128-gemm", "llmc-nvfp4", "llmc-fp8-static", "llmc-fp8-kv"])
+def test_what_a_config_alone_declares_to_the_byte(shared, folder):
+    path = shared / "interop" / folder
+    kv_scales = 3 * 2 * 2 if folder == "llmc-fp8-kv" else 0  # K's and V's of 3 layers, in bf16
+    assert weight_size(path / "config.json").num_bytes == weight_size(path).num_bytes - kv_scales
+
+
+def test_gptq_and_fp8_blocks_by_their_config(tmp_path):
+    """By hand: one g_idx of int32 a linear, a scale and a zero point a group; a float32 scale a block."""
+    linears = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+    rest = weight_size_of(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]}) - 30 * sum(
+        out * width + 4 * -(-out // 128) * -(-width // 128) for out, width in linears
+    )
+    assert rest == 2 * other_parameters(SMOLLM2)
+    gptq = {"quant_method": "gptq", "bits": 3, "group_size": 64}
+    each = (out * width * 3 // 8 + width // 64 * (2 * out + out * 3 // 8) + 4 * width for out, width in linears)
+    assert weight_size_of(tmp_path, gptq) == rest + 30 * sum(each)
+
+
+def weight_size_of(folder, quantization):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**SMOLLM2, "quantization_config": quantization}))
+    return weight_size(path).num_bytes
+
+
 def test_a_scheme_that_only_the_weights_could_tell(tmp_path):
-    config = {**SMOLLM2, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    config = {**SMOLLM2, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"quantized by 'awq' .* --weights 40GiB"):
+    with pytest.raises(InputError, match=r"quantized by 'bitsandbytes' .* --weights 40GiB"):
         weight_size(tmp_path)
 
 
