@@ -5,9 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.scheme import KVCacheScheme
-
-FP8_KV = KVCacheScheme(kind="float", bits=8, strategy="tensor", dynamic=False, symmetric=True)
 _E4M3_MAX = 448.0
 
 

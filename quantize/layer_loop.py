@@ -107,7 +107,7 @@ class _CalibratedLoop:
         settings = {name: self.plan.settings[target.name] for name, target in by_name.items()}
         outcome = quantize_layer(work_for, settings, self.plan.recipe.options)
         routed_by_name = self._routed_by_linear(by_name, routed)
-        result = as_result(prefix, outcome, by_name, routed_by_name)
+        result = as_result(prefix, outcome, by_name, settings, routed_by_name)
         if scarce := [expert for expert, count in enumerate(routed) if count < MIN_ROUTED_TOKENS]:
             num_tokens = sum(sample.shape[0] * sample.shape[1] for sample in store)
             result.warnings.append(_scarce_warning(prefix, scarce, routed, num_tokens))
@@ -175,7 +175,7 @@ def _without_samples(plan: Plan, device: torch.device, work: WorkFolder, progres
 
         settings = {name: plan.settings[target.name] for name, target in by_name.items()}
         outcome = quantize_layer(work_for, settings, plan.recipe.options)
-        work.save(index, as_result(prefix, outcome, by_name, {}))
+        work.save(index, as_result(prefix, outcome, by_name, settings, {}))
     progress("quantizing", len(by_layer), len(by_layer), unit="layers")
 
 

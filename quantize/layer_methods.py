@@ -55,9 +55,13 @@ def quantize_layer(
 
 
 def as_result(
-    prefix: str, outcome: LayerOutcome, targets: Mapping[str, Target], routed_tokens: Mapping[str, int]
+    prefix: str,
+    outcome: LayerOutcome,
+    targets: Mapping[str, Target],
+    settings: Mapping[str, LinearSettings],
+    routed_tokens: Mapping[str, int],
 ) -> LayerResult:
-    """The outcome under the checkpoint's names. targets: by name in the layer. routed_tokens: of experts' linears."""
+    """The outcome under the checkpoint's names. targets, settings: by name in the layer. routed_tokens: of experts."""
     result = LayerResult(
         changed={prefix + name: tensor for name, tensor in outcome.changed.items()},
         warnings=[f"{prefix.rstrip('.')}: {warning}" for warning in outcome.warnings],
@@ -78,6 +82,7 @@ def as_result(
                 num_tokens=linear.num_tokens,
                 damping=linear.damping,
                 routed_tokens=routed_tokens.get(name),
+                method=settings[name].method,
             )
         )
     layer = int(prefix.rstrip(".").rpartition(".")[2])

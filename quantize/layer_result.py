@@ -48,12 +48,16 @@ def save_result(result: LayerResult, path: Path) -> None:
         "warnings": result.warnings,
     }
     partial = path.with_suffix(".partial")
-    # A clone: a view of a larger tensor would be refused, or share its storage with another name.
-    tensors = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in result.tensors.items()}
-    save_file(tensors, partial, metadata={"format": "pt", "layer": json.dumps(facts)})
+    save_tensors(result.tensors, partial, json.dumps(facts))
     flush(partial)
     os.replace(partial, path)
     flush(path.parent)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, facts: str = "{}") -> None:
+    # A clone: a view of a larger tensor would be refused, or share its storage with another name.
+    whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt", "layer": facts})
 
 
 def load_facts(path: Path) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from llmq.quantize.backends import llmcompressor
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.fingerprint import fingerprint, versions
 from llmq.quantize.formats.registry import writer_for
-from llmq.quantize.kv_range import FP8_KV
 from llmq.quantize.layer_loop import run_layers
 from llmq.quantize.layer_methods import SETTINGS
-from llmq.quantize.layer_result import LayerResult, load_facts
+from llmq.quantize.layer_result import LayerResult, load_facts, load_result, save_tensors
 from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.output_folder import StoredTensor, appearing_whole, copy_companions, write_tensors
-from llmq.quantize.preflight import Plan
+from llmq.quantize.preflight import FP8_KV, Plan
+from llmq.quantize.recipe import DEFAULT_FORMAT
 from llmq.quantize.report import REPORT_FILE, LinearReport, QuantizationReport, ScalingReport
 from llmq.quantize.sizes import is_duplicate_head
 from llmq.quantize.targets import HEAD
@@ -115,7 +115,7 @@ def _tensors(plan: Plan, work: WorkFolder, facts: list[dict[str, Any]]) -> Itera
     A tied head that the source stores twice is stored once.
     """
     done = {f"{name}.weight" for layer in facts for name in layer["linears"]}
-    for path in work.files():
+    for path in _in_format(plan, work):
         read = TensorReader.of_file(path)
         for name, info in read_header(path).items():
             done.add(name)
@@ -128,6 +128,21 @@ def _tensors(plan: Plan, work: WorkFolder, facts: list[dict[str, Any]]) -> Itera
             size = info.num_elements * (4 if word == "F32" else 2)
             info = TensorInfo(name, word, info.shape, size, info.file)
         yield StoredTensor(info, lambda name=name: as_stored(read(name), plan.dtype))
+
+
+def _in_format(plan: Plan, work: WorkFolder) -> list[Path]:
+    """The layers' files, their linears in the layout that was asked for."""
+    if plan.recipe.format == DEFAULT_FORMAT:
+        return work.files()
+    writer, converted = writer_for(plan.recipe.format), []
+    for path in work.files():
+        result = load_result(path, plan.schemes)
+        tensors = {}
+        for name, weight in result.linears.items():
+            tensors |= writer.tensors(name, weight)
+        converted.append(path.with_name(f"{plan.recipe.format}-{path.name}"))
+        save_tensors(tensors | result.changed | result.kv_scales, converted[-1])
+    return converted
 
 
 def _build_report(

@@ -11,11 +11,14 @@ from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
-from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.formats.scheme import KVCacheScheme, WeightScheme
 from llmq.quantize.group_sizes import resolve_group_size
 from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
 from llmq.quantize.sizes import DTYPE_BYTES, predict_bytes
 from llmq.quantize.targets import Selection, Target, fused_sets, select_targets
+
+# What --kv fp8 is: one calibrated scale for K and one for V of a layer.
+FP8_KV = KVCacheScheme(kind="float", bits=8, strategy="tensor", dynamic=False, symmetric=True)
 
 # Backend -> modules it needs beside the base install.
 _NEEDS = {"llmq": (), "llmcompressor": ("transformers", "llmcompressor")}
@@ -87,7 +90,7 @@ def _complete(plan: Plan) -> Plan:
     _check_format(plan)
     schemes, recipe = plan.schemes, plan.recipe
     targets = plan.targets if schemes else ()
-    size = predict_bytes(plan.source, schemes, targets, plan.dtype, recipe.kv is not None)
+    size = predict_bytes(plan.source, schemes, targets, plan.dtype, has_kv=recipe.kv is not None, layout=recipe.format)
     return replace(plan, predicted_bytes=size)
 
 
@@ -171,7 +174,8 @@ def _check_format(plan: Plan) -> None:
     writer = writer_for(plan.recipe.format)
     for target in plan.targets:
         writer.check(plan.settings[target.name].scheme, (target.out_features, target.in_features))
-    writer.config(plan.schemes, tuple(plan.selection.left_alone))
+    if plan.schemes:
+        writer.config(plan.schemes, tuple(plan.selection.left_alone), FP8_KV if plan.recipe.kv else None)
 
 
 def _fusion_warnings(source: Checkpoint, selection: Selection) -> tuple[str, ...]:

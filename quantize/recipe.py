@@ -7,12 +7,12 @@ from llmq.profiles.errors import InputError
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
 
 Method = Literal["awq", "gptq", "smoothquant", "fp8", "rtn"]
-Fp8Scheme = Literal["dynamic", "static"]
+Fp8Scheme = Literal["dynamic", "static", "block"]
 KVChoice = Literal["fp8", "int8"]
 
 # Group sizes that kernels are written for, the cheapest first.
 STANDARD_GROUP_SIZES = (128, 64, 32, 16)
-FP8_SCHEMES: tuple[Fp8Scheme, ...] = ("dynamic", "static")
+FP8_SCHEMES: tuple[Fp8Scheme, ...] = ("dynamic", "static", "block")
 DEFAULT_FORMAT = "compressed-tensors"
 
 
@@ -30,9 +30,9 @@ class MethodTraits:
 
 
 METHODS: dict[Method, MethodTraits] = {
-    "awq": MethodTraits("AWQ", (4, 8), False, True, True, moves_scales=True),
-    "gptq": MethodTraits("GPTQ", (4, 8), False, True, True, backends=("llmcompressor",)),
-    "rtn": MethodTraits("round to nearest", (4, 8), False, True, False),
+    "awq": MethodTraits("AWQ", (4, 3, 8), False, True, True, moves_scales=True),
+    "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=("llmcompressor",)),
+    "rtn": MethodTraits("round to nearest", (4, 3, 8), False, True, False),
     "smoothquant": MethodTraits(
         "SmoothQuant, INT8 weights and activations",
         (8,),
@@ -120,6 +120,15 @@ _FP8_WEIGHTS = {
     "dynamic": WeightScheme("float", 8, "channel", activation=ActivationScheme("float"), layout="float-quantized"),
     "static": WeightScheme(
         "float", 8, "tensor", activation=ActivationScheme("float", dynamic=False), layout="float-quantized"
+    ),
+    "block": WeightScheme(
+        "float",
+        8,
+        "block",
+        group_size=128,
+        activation=ActivationScheme("float", group_size=128),
+        layout="float-quantized",
+        block_rows=128,
     ),
 }
 
@@ -257,7 +266,7 @@ def _check_backend(recipe: Recipe) -> None:
         "--alpha": recipe.options.alpha is not None,
         "--damp": recipe.options.damp is not None,
         "--dry-quant": recipe.options.smooth_only,
-        "--fp8-scheme static": recipe.default.fp8_scheme == "static",
+        f"--fp8-scheme {recipe.default.fp8_scheme}": recipe.default.fp8_scheme != "dynamic",
     }
     if asked := [words for words, is_asked in lacking.items() if is_asked]:
         raise InputError(f"--backend {recipe.backend} does not honour {' and '.join(asked)}")

@@ -29,6 +29,7 @@ class LinearReport:
     num_tokens: int | None = None  # that its statistics were taken of
     damping: float | None = None  # that was added to the Hessian, as a share of its mean diagonal
     routed_tokens: int | None = None  # of an expert: what the router sent to it
+    method: str | None = None
 
 
 @dataclass(frozen=True)

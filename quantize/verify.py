@@ -9,7 +9,7 @@ from torch import Tensor
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
-from llmq.quantize.formats.compressed_tensors import QuantizationConfig
+from llmq.quantize.formats.registry import format_of
 from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.preflight import Plan
 from llmq.quantize.sizes import is_duplicate_head
@@ -31,7 +31,7 @@ def verify_folder(folder: Path, plan: Plan, changed: Set[str], progress: Progres
 
 def _verify_linears(checkpoint: Checkpoint, plan: Plan, progress: Progress) -> set[str]:
     """Returns the names of the tensors that make the quantized linears."""
-    read, config = TensorReader(checkpoint), QuantizationConfig.from_config(checkpoint.quantization)
+    read, config = TensorReader(checkpoint), format_of(checkpoint.quantization, checkpoint.tensors)
     expected, schemes = set(), plan.schemes
     for number, target in enumerate(plan.targets):
         progress("checking", number, len(plan.targets), unit="linears")

@@ -8,7 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmq.profiles.errors import FailedError
+from llmq.quantize.calibration import load_calibration, load_tokenizer
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
+from llmq.quantize.formats.registry import format_of
+from llmq.quantize.preflight import FP8_KV
+from llmq.quantize.recipe import LinearSettings, Rule
 from llmq.quantize.report import REPORT_FILE
 
 METHODS = ["awq", "gptq", "smoothquant", "fp8", "rtn"]
@@ -317,3 +321,69 @@ def test_the_same_run_gives_the_same_bytes(quantized, source, calibration_jsonl,
     folder, _ = quantized("awq")
     run_quantize(source, tmp_path / "again", "awq", calibration_jsonl)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("format_name", "recipe"),
+    [
+        ("gptq", {"symmetric": True, "group_size": "32"}),
+        ("gptq_v2", {"bits": 3, "group_size": "32"}),
+        ("gptq", {"bits": 8, "symmetric": True, "group_size": "channel"}),
+        ("awq", {"group_size": "32"}),
+    ],
+)
+def test_other_layouts_hold_the_same_weights(source, run_quantize, tmp_path, format_name, recipe):
+    """Written in another layout and read by its reader, each linear is what compressed-tensors holds of it."""
+    run_quantize(source, tmp_path / "ct", "rtn", **recipe)
+    report = run_quantize(source, tmp_path / "other", "rtn", format=format_name, **recipe)
+    assert report.bytes_after == report.predicted_bytes
+    expected, _, config = read_all(tmp_path / "ct")
+    stored = load_file(tmp_path / "other/model.safetensors")
+    quantization = json.loads((tmp_path / "other/config.json").read_text())["quantization_config"]
+    assert quantization["quant_method"] == format_name.removesuffix("_v2")
+    layout = format_of(quantization, stored)
+    for name in linears_of(expected):
+        theirs = config.read(name, expected.__getitem__).dequantize()
+        torch.testing.assert_close(layout.read(name, stored.__getitem__).dequantize(), theirs, rtol=2e-3, atol=1e-7)
+    assert sorted(os.listdir(tmp_path)) == ["ct", "other"]
+
+
+def test_settings_of_single_linears_are_stored_and_read_back(source, run_quantize, calibration_jsonl, tmp_path):
+    rules = (
+        Rule(("mlp.down_proj",), LinearSettings.of("rtn", bits=8, group_size="channel", symmetric=True)),
+        Rule(("layers.1.self_attn",), LinearSettings.of("rtn", bits=3, group_size="16")),
+    )
+    report = run_quantize(source, tmp_path / "out", "awq", calibration_jsonl, rules=rules)
+    tensors, _, config = read_all(tmp_path / "out")
+    names = {name.removeprefix("model.layers."): config.scheme_for(name).name for name in linears_of(tensors)}
+    assert names["0.mlp.down_proj"] == names["1.mlp.down_proj"] == "int8 per channel symmetric"
+    assert names["1.self_attn.o_proj"] == "int3 g16 asymmetric"
+    assert names["0.self_attn.o_proj"] == names["1.mlp.up_proj"] == "int4 g64 asymmetric"
+    methods = {entry.name.removeprefix("model.layers."): entry.method for entry in report.linears}
+    assert (methods["0.mlp.down_proj"], methods["0.mlp.up_proj"]) == ("rtn", "awq")
+    assert report.bytes_after == report.predicted_bytes
+    skipped = {s.source.removeprefix("model.layers."): s.skipped for s in report.scalings}
+    assert "down_proj is left" in skipped["0.mlp.up_proj"]
+    assert torch.isfinite(transformers_model(tmp_path / "out")(torch.arange(3, 35).unsqueeze(0)).logits).all()
+
+
+def test_calibrated_kv_scales_are_the_largest_k_and_v(source, run_quantize, calibration_jsonl, tmp_path):
+    """--kv fp8: per tensor and static, K after its rotation, of the quantized model."""
+    calibrated = run_quantize(source, tmp_path / "out", "rtn", calibration_jsonl, kv="fp8")
+    tensors, _, quantization = read_all(tmp_path / "out")
+    assert quantization.kv_cache_scheme == FP8_KV
+    assert calibrated.calibration["num_samples"] == 16
+    model = transformers_model(tmp_path / "out", torch.float32)
+    samples = load_calibration(str(calibration_jsonl), load_tokenizer(source), num_samples=16, seq_len=48).samples
+    largest = torch.zeros(2, 2)
+    with torch.no_grad():
+        for ids in samples:
+            cache = model(torch.tensor([ids]), use_cache=True).past_key_values
+            for layer in range(2):
+                found = cache.layers[layer].keys.abs().max(), cache.layers[layer].values.abs().max()
+                largest[layer] = torch.maximum(largest[layer], torch.stack(found))
+    for layer in range(2):
+        for place, kind in enumerate("kv"):
+            scale = tensors[f"model.layers.{layer}.self_attn.{kind}_scale"]
+            assert scale.shape == (1,)
+            torch.testing.assert_close(scale.float()[0], largest[layer, place] / 448, rtol=0.02, atol=0)
