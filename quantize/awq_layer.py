@@ -7,7 +7,7 @@ from llmq.profiles.errors import FailedError
 from llmq.quantize.awq import output_error, search_clip, search_scales
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome, ScalingOutcome
 from llmq.quantize.mappings import ScaleMapping, why_skipped
-from llmq.quantize.rounding import quantize_weight, round_trip, saturated_share
+from llmq.quantize.rounding import range_grid, round_trip, saturated_share
 
 # Folding is an identity in exact arithmetic; in float32 it moves what a layer adds by this share of its largest number.
 FOLDING_TOLERANCE = 1e-3
@@ -121,7 +121,8 @@ class AwqLayer:
         if s is not None:
             gram = gram / torch.outer(s, s)
         clip = search_clip(weight, gram, scheme, self.work.dtype)
-        stored = quantize_weight(weight, scheme, self.work.dtype, clip)
+        grid = range_grid(weight, scheme, self.work.dtype, clip)
+        stored = grid.store(grid.nearest(weight), self.work.dtype)
         linear.weight.copy_(stored.dequantize(torch.float32))
         delta, energy = linear.weight - weight, output_error(weight, gram) or 1.0
         return LinearOutcome(
@@ -129,7 +130,7 @@ class AwqLayer:
             output_error=output_error(delta, gram) / energy,
             rtn_output_error=rtn_error / energy,
             weight_error=float(delta.square().sum() / weight.square().sum().clamp(min=1e-30)),
-            saturated_share=saturated_share(weight, scheme, clip),
+            saturated_share=saturated_share(weight, grid),
             num_dead_inputs=moments.num_dead,
             num_tokens=moments.num_tokens,
         )

@@ -6,6 +6,7 @@ stored, so that the loop can run it once more for the inputs of the next.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +94,32 @@ class LayerWork:
                     continue
         return recorder.statistics
 
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """The linears that are quantized, in the order in which a forward of the first sample calls them.
+
+        Those that read one input make a stage, and so do those of all experts that have the same last word in their
+        names (gate and up; down): none needs the output of another of its stage.
+        """
+        recorder = _InputRecorder({name: self.linear(name) for name in self.schemes})
+        with recorder:
+            recorder.begin()
+            with suppress(_AllSeen):
+                self.run(self.samples[0])
+        stages: list[list[str]] = []
+        for name in dict.fromkeys((*recorder.owners, *self.schemes)):
+            owner = recorder.owners.get(name, name)
+            words = _last_word(name)
+            stage = next((s for s in stages if owner in s or any(_last_word(other) == words for other in s)), None)
+            if stage is None:
+                stages.append([name])
+            else:
+                stage.append(name)
+        return tuple(map(tuple, stages))
+
+
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2]
+
 
 class _AllSeen(Exception):  # noqa: N818 - no error: ends a forward of which nothing more is wanted
     pass
@@ -103,7 +130,7 @@ class _InputRecorder:
 
     def __init__(self, linears: dict[str, nn.Linear]):
         self._linears = linears
-        self._owners: dict[str, str] = {}  # linear -> the one whose statistics it shares
+        self.owners: dict[str, str] = {}  # linear -> the one whose statistics it shares
         self.statistics: dict[str, InputStatistics] = {}
 
     def __enter__(self) -> "_InputRecorder":
@@ -124,7 +151,7 @@ class _InputRecorder:
 
     def _see(self, name: str, x: Tensor) -> None:
         owner = next((other for other, seen in self._inputs.items() if seen is x), name)
-        if self._owners.setdefault(name, owner) != owner:
+        if self.owners.setdefault(name, owner) != owner:
             raise RuntimeError(f"{name} reads another input than in the sample before")
         if owner == name:
             if name not in self.statistics:

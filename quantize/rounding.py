@@ -1,84 +1,149 @@
-"""Round to nearest: a weight -> integers, scales and zero points, group by group. Every method ends here.
+"""Grids of numbers that a weight's groups can take, and round to nearest on them. Every integer method ends here.
 
 The scale is rounded to the dtype it is stored in before the weight is divided by it: storing it costs nothing more.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32
+from llmq.quantize.formats.packing import pack_int32
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import WeightScheme
 
 # Below these a stored scale would be zero, or denormal where hardware flushes those.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24}
+# Shares of a group's range that a search tries.
+CLIPS = tuple(1 - i / 20 for i in range(9))  # 1 .. 0.6
 
 
-def round_weight(
-    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Quantize a [out, in] weight to `scheme` (int kinds).
+@dataclass(frozen=True)
+class Grid:
+    """The numbers scale · (q - zero), q a whole number of the scheme's bits, group by group of columns.
 
-    clip: the share of each group's range that is kept, a number or [out, num_groups]; what lies outside saturates.
-    Returns q (int8 [out, in]), scale ([out, num_groups], `scale_dtype`), zero_point (int8, or None when symmetric).
-    A group of zeros gets scale 1 and stays exactly zero. Computed in float32.
+    scale: float32 [out, num_groups], as the stored dtype holds it. zero: whole numbers in float32, shaped like it;
+    None: symmetric.
     """
-    groups = _grouped(weight.to(torch.float32), scheme)
-    scale, zero = _scale_and_zero(groups, scheme, scale_dtype, clip)
-    q = _divide_and_round(groups, scale, zero, scheme)
-    zero_point = None if zero is None else zero.squeeze(-1).to(torch.int8)
-    return q.view(weight.shape).to(torch.int8), scale.squeeze(-1).to(scale_dtype), zero_point
+
+    scheme: WeightScheme
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest q."""
+        return _bounds(self.scheme)
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        """q of a [out, in] weight: float32, of its shape; what lies outside of the grid saturates."""
+        q = self.grouped(weight) / self.scale.unsqueeze(-1)
+        if self.zero is not None:
+            q += self.zero.unsqueeze(-1)
+        return q.round_().clamp_(*self.bounds).view(weight.shape)
+
+    def values(self, q: Tensor) -> Tensor:
+        """The weight that q stands for, float32 [out, in]."""
+        return (self.centred(q) * self.scale.unsqueeze(-1)).view(q.shape)
+
+    def centred(self, q: Tensor) -> Tensor:
+        """q - zero, [out, num_groups, group_size]: what a group's scale multiplies."""
+        groups = self.grouped(q)
+        return groups.clone() if self.zero is None else groups - self.zero.unsqueeze(-1)
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """[out, num_groups, group_size]"""
+        return _grouped(weight, self.scheme)
+
+    def with_scale(self, scale: Tensor, scale_dtype: torch.dtype) -> "Grid":
+        """The same zeros under scales that are rounded to `scale_dtype`; where one would not be positive, the old."""
+        usable = torch.isfinite(scale) & (scale > 0)
+        stored = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype).to(torch.float32)
+        return Grid(self.scheme, torch.where(usable & torch.isfinite(stored), stored, self.scale), self.zero)
+
+    def store(self, q: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
+        """q [out, in] as `scheme.layout` has it."""
+        integers = q.to(torch.int8)
+        values = pack_int32(integers, self.scheme.bits) if self.scheme.layout == "pack-quantized" else integers
+        zero_point = None if self.zero is None else self.zero.to(torch.int8)
+        return QuantizedWeight(self.scheme, tuple(q.shape), values, self.scale.to(scale_dtype), zero_point)
 
 
-def round_trip(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0) -> Tensor:
-    """The float32 weight that `round_weight` stores, dequantized: what the searches compare with the original."""
-    groups = _grouped(weight.to(torch.float32), scheme)
-    scale, zero = _scale_and_zero(groups, scheme, scale_dtype, clip)
-    q = _divide_and_round(groups, scale, zero, scheme)
-    if zero is not None:
-        q -= zero
-    return q.mul_(scale).view(weight.shape)
+def range_grid(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0) -> Grid:
+    """The grid that reaches from each group's least to its largest weight, [out, in] of an integer scheme.
 
-
-def quantize_weight(
-    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0
-) -> QuantizedWeight:
-    """`round_weight`, stored as `scheme.layout` has it."""
-    q, scale, zero_point = round_weight(weight, scheme, scale_dtype, clip)
-    values = pack_int32(q, scheme.bits) if scheme.layout == "pack-quantized" else q
-    return QuantizedWeight(scheme, tuple(weight.shape), values, scale, zero_point)
-
-
-def _grouped(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """[out, num_groups, group_size]"""
-    return weight.view(weight.shape[0], scheme.num_groups(weight.shape[1]), -1)
-
-
-def _scale_and_zero(
-    groups: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float
-) -> tuple[Tensor, Tensor | None]:
-    """float32 scale and zero point [out, num_groups, 1]; the scale as `scale_dtype` holds it."""
-    if isinstance(clip, Tensor):
-        clip = clip.unsqueeze(-1)
-    q_min, q_max = _bounds(scheme)
-    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    clip: the share of that range that is kept, a number or [out, num_groups]. A group of zeros gets scale 1 and stays
+    exactly zero.
+    """
+    low, high = torch.aminmax(_grouped(weight.to(torch.float32), scheme), dim=-1)
     low, high = low.clamp(max=0) * clip, high.clamp(min=0) * clip
+    q_min, q_max = _bounds(scheme)
     if scheme.symmetric:
         # The wider side of the integers (-8) takes the wider side of the weights only if that is the negative one.
         scale = torch.maximum(high / q_max, low / q_min)
     else:
         scale = (high - low) / (q_max - q_min)
-    smallest = _SMALLEST_SCALE.get(scale_dtype, torch.finfo(scale_dtype).tiny)
-    scale = torch.where(scale == 0, 1.0, scale.clamp(min=smallest).to(scale_dtype).to(torch.float32))
-    if scheme.symmetric:
-        return scale, None
-    return scale, torch.round(q_min - low / scale).clamp_(q_min, q_max)
+    stored = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype).to(torch.float32)
+    scale = torch.where(scale == 0, 1.0, stored)
+    zero = None if scheme.symmetric else torch.round(q_min - low / scale).clamp_(q_min, q_max)
+    return Grid(scheme, scale, zero)
 
 
-def _divide_and_round(groups: Tensor, scale: Tensor, zero: Tensor | None, scheme: WeightScheme) -> Tensor:
-    q = groups / scale
-    if zero is not None:
-        q += zero
-    return q.round_().clamp_(*_bounds(scheme))
+def searched_grid(
+    weight: Tensor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+    clips: Sequence[float] = CLIPS,
+) -> Grid:
+    """The `range_grid` whose clip, group by group, rounds with the least sum of importance · (W' - W)^2.
+
+    importance: of each input column, [in], such as the Hessian's diagonal E[x^2]; None: all alike (mean squared error).
+    """
+    groups = _grouped(weight, scheme)
+    weights_of_error = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
+    weights_of_error = weights_of_error.view(groups.shape[1], -1)
+    best, best_error = None, None
+    for clip in clips:
+        grid = range_grid(weight, scheme, scale_dtype, clip)
+        delta = grid.grouped(grid.values(grid.nearest(weight))) - groups
+        error = (delta.square_() * weights_of_error).sum(-1)
+        if best is None:
+            best, best_error = grid, error
+            continue
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        zero = None if grid.zero is None else torch.where(better, grid.zero, best.zero)
+        best = Grid(scheme, torch.where(better, grid.scale, best.scale), zero)
+    return best
+
+
+def round_trip(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0) -> Tensor:
+    """A [out, in] weight rounded to nearest and dequantized, float32: what the searches compare with the original."""
+    grid = range_grid(weight, scheme, scale_dtype, clip)
+    return grid.values(grid.nearest(weight.to(torch.float32)))
+
+
+def quantize_weight(
+    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0
+) -> QuantizedWeight:
+    """A [out, in] weight rounded to nearest, as it is stored."""
+    grid = range_grid(weight, scheme, scale_dtype, clip)
+    return grid.store(grid.nearest(weight.to(torch.float32)), scale_dtype)
+
+
+def saturated_share(weight: Tensor, grid: Grid) -> float:
+    """The share of weights that lie more than half a step outside of the grid."""
+    groups = grid.grouped(weight) / grid.scale.unsqueeze(-1)
+    if grid.zero is not None:
+        groups += grid.zero.unsqueeze(-1)
+    q_min, q_max = grid.bounds
+    return float(((groups < q_min - 0.5) | (groups > q_max + 0.5)).to(torch.float32).mean())
+
+
+def _grouped(weight: Tensor, scheme: WeightScheme) -> Tensor:
+    return weight.view(weight.shape[0], scheme.num_groups(weight.shape[1]), -1)
 
 
 def _bounds(scheme: WeightScheme) -> tuple[int, int]:
@@ -86,10 +151,5 @@ def _bounds(scheme: WeightScheme) -> tuple[int, int]:
     return -half, half - 1
 
 
-def saturated_share(weight: Tensor, scheme: WeightScheme, clip: Tensor) -> float:
-    """The share of weights that lie outside the range `clip` [out, num_groups] keeps."""
-    groups = _grouped(weight, scheme)
-    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-    kept = clip.unsqueeze(-1)
-    outside = (groups < low.clamp(max=0) * kept) | (groups > high.clamp(min=0) * kept)
-    return float(outside.to(torch.float32).mean())
+def _smallest(scale_dtype: torch.dtype) -> float:
+    return _SMALLEST_SCALE.get(scale_dtype, torch.finfo(scale_dtype).tiny)

@@ -1,24 +1,14 @@
 """AWQ on a real decoder layer: folding is an identity, whatever the heads, the biases and the dtype are."""
 
-from functools import partial
-
 import pytest
 import torch
+from layer_bench import ALL, GQA_9_3, LayerBench
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError
 from llmq.quantize.awq_layer import AwqLayer, quantize_layer
-from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_stream import LayerStream
-from llmq.quantize.layer_work import LayerWork
-from llmq.quantize.mappings import ScaleMapping, mappings_of, why_skipped
-
-G16 = WeightScheme("int", 4, "group", 16, symmetric=False)
-ALL = {
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-}
-GQA_9_3 = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+from llmq.quantize.mappings import ScaleMapping, why_skipped
 
 
 @pytest.fixture(autouse=True)
@@ -27,32 +17,10 @@ def no_grad():
         yield
 
 
-class Bench:
-    """One layer of a model with inputs of which a few channels stand out."""
-
-    def __init__(self, folder, index=1):
-        checkpoint = read_checkpoint(folder)
-        self.stream, self.index = LayerStream(checkpoint, torch.device("cpu")), index
-        self.mappings = mappings_of(checkpoint, 0)
-        self.head_dim = checkpoint.architecture.head_dim
-        hidden = checkpoint.architecture.hidden_size
-        torch.manual_seed(0)
-        self.samples = [torch.randn(1, length, hidden) for length in (7, 24, 40)]
-        for sample in self.samples:
-            sample[..., ::17] *= 8
-
-    def awq(self, layer, quantized=ALL, dtype=torch.bfloat16):
-        awq = AwqLayer(self.work(layer, quantized, dtype))
-        awq.moments = awq.work.measure()
-        return awq
-
-    def work(self, layer, quantized=ALL, dtype=torch.bfloat16):
-        schemes = dict.fromkeys(sorted(quantized), G16)
-        run = partial(self.stream.run, self.index, layer)
-        return LayerWork(layer, schemes, self.mappings, self.samples, run, dtype, self.head_dim)
-
-    def run(self, layer, sample):
-        return self.stream.run(self.index, layer, sample) - sample
+def measured(work):
+    awq = AwqLayer(work)
+    awq.moments = work.measure()
+    return awq
 
 
 @pytest.mark.parametrize(
@@ -69,18 +37,18 @@ class Bench:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_folding_is_an_identity_in_float32(tiny_llama, config, dtype):
-    bench = Bench(tiny_llama(**config))
+    bench = LayerBench(tiny_llama(**config))
     with bench.stream.layer(bench.index) as layer:
         for module in layer.modules():  # norms and biases that are not all one or zero
             if getattr(module, "bias", None) is not None:
                 module.bias.normal_()
         layer.input_layernorm.weight.uniform_(0.2, 3)
-        before = [bench.run(layer, sample) for sample in bench.samples]
-        awq, changed = bench.awq(layer, dtype=dtype), {}
+        before = [bench.addition(layer, sample) for sample in bench.samples]
+        awq, changed = measured(bench.work(layer, dtype=dtype)), {}
         scalings = [awq._scale(mapping, changed) for mapping in bench.mappings]
         assert all(scaling.alpha is not None for scaling in scalings)
         for sample, original in zip(bench.samples, before, strict=True):
-            moved = (bench.run(layer, sample) - original).abs().max() / original.abs().max()
+            moved = (bench.addition(layer, sample) - original).abs().max() / original.abs().max()
             assert moved < 1e-4
         # What is stored in 16 bit is what the layer computed with: nothing is rounded afterwards.
         for name, stored in changed.items():
@@ -89,17 +57,17 @@ def test_folding_is_an_identity_in_float32(tiny_llama, config, dtype):
 
 
 def test_scales_are_equal_for_query_heads_that_share_a_kv_head(tiny_llama):
-    bench = Bench(tiny_llama(**GQA_9_3))
+    bench = LayerBench(tiny_llama(**GQA_9_3))
     with bench.stream.layer(bench.index) as layer:
         wanted = torch.rand(144) + 0.5
-        scales = bench.awq(layer)._realize(bench.mappings[1], wanted).view(3, 3, 16)
+        scales = measured(bench.work(layer))._realize(bench.mappings[1], wanted).view(3, 3, 16)
         assert bench.mappings[1].kind == "heads"
         for query in range(3):
             assert torch.allclose(scales[:, query], wanted.view(3, 3, 16).log().mean(1).exp())
 
 
 def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_llama):
-    bench = Bench(tiny_llama())
+    bench = LayerBench(tiny_llama())
     with bench.stream.layer(bench.index) as layer:
         outcome = quantize_layer(bench.work(layer))
         assert set(outcome.linears) == ALL
@@ -112,7 +80,7 @@ def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_ll
 
 
 def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(tiny_llama):
-    bench = Bench(tiny_llama())
+    bench = LayerBench(tiny_llama())
     with bench.stream.layer(bench.index) as layer:
         original = {name: layer.get_submodule(name).weight.clone() for name in ("self_attn.v_proj", "mlp.down_proj")}
         quantized = ALL - set(original)
@@ -129,14 +97,14 @@ def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(t
 
 
 def test_a_wrong_table_of_mappings_is_found_out(tiny_llama):
-    bench = Bench(tiny_llama())
+    bench = LayerBench(tiny_llama())
     bench.mappings = (ScaleMapping("post_attention_layernorm", ("self_attn.q_proj", "self_attn.k_proj"), "norm"),)
     with bench.stream.layer(bench.index) as layer, pytest.raises(FailedError, match="mappings is wrong"):
         quantize_layer(bench.work(layer))
 
 
 def test_dead_input_channels_are_counted_and_harm_nobody(tiny_llama):
-    bench = Bench(tiny_llama())
+    bench = LayerBench(tiny_llama())
     with bench.stream.layer(bench.index) as layer:
         layer.input_layernorm.weight[5] = 0
         outcome = quantize_layer(bench.work(layer))
