@@ -1,72 +1,19 @@
 """BlockPool: who uses a block, what a block holds, and which free block goes next."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-
-@dataclass(slots=True, eq=False)
-class KVBlock:
-    """One block of the KVStore. `digest` and `token_ids` are set while its content can be found by prefix."""
-
-    block_id: int
-    ref_count: int = 0
-    digest: bytes | None = None
-    token_ids: tuple[int, ...] = ()
-    previous_free: "KVBlock | None" = field(default=None, repr=False)
-    next_free: "KVBlock | None" = field(default=None, repr=False)
-
-
-class FreeQueue:
-    """Doubly linked list of free blocks, O(1) at both ends and for removal from the middle (a prefix hit)."""
-
-    def __init__(self, blocks: Iterable[KVBlock]) -> None:
-        self._head = KVBlock(-1)
-        self._tail = KVBlock(-1)
-        self._head.next_free, self._tail.previous_free = self._tail, self._head
-        self.num_blocks = 0
-        for block in blocks:
-            self.append(block)
-
-    def append(self, block: KVBlock) -> None:
-        """Put `block` last in line: it keeps its content longest."""
-        self._link(self._tail.previous_free, block, self._tail)
-
-    def append_left(self, block: KVBlock) -> None:
-        """Put `block` first in line: it is the next to be reused."""
-        self._link(self._head, block, self._head.next_free)
-
-    def pop_left(self) -> KVBlock:
-        block = self._head.next_free
-        self.remove(block)
-        return block
-
-    def remove(self, block: KVBlock) -> None:
-        block.previous_free.next_free = block.next_free
-        block.next_free.previous_free = block.previous_free
-        block.previous_free = block.next_free = None
-        self.num_blocks -= 1
-
-    def _link(self, left: KVBlock, block: KVBlock, right: KVBlock) -> None:
-        block.previous_free, block.next_free = left, right
-        left.next_free = right.previous_free = block
-        self.num_blocks += 1
-
-    def __iter__(self):
-        block = self._head.next_free
-        while block is not self._tail:
-            yield block
-            block = block.next_free
+from llmq.runtime.free_blocks import FreeBlocks, KVBlock
 
 
 class BlockPool:
-    """Reference counts, contents by digest, and the free order (least recently used first, uncached before cached).
+    """Reference counts, and contents by digest.
 
-    A free block keeps its content until it is taken for another use, so a prefix hit may revive it.
+    A free block keeps its content until it is taken for another use (in FreeBlocks' order): a prefix hit may revive it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
-        self._free = FreeQueue(self.blocks)
+        self._free = FreeBlocks(self.blocks)
         self._cached: dict[bytes, KVBlock] = {}
 
     @property
@@ -75,13 +22,13 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._free.num_blocks
+        return len(self._free)
 
     def allocate(self, count: int) -> list[KVBlock]:
         """Take `count` blocks for writing, forgetting what they held. The caller has checked `num_free_blocks`."""
         taken = []
         for _ in range(count):
-            block = self._free.pop_left()
+            block = self._free.take()
             self._forget(block)
             block.ref_count = 1
             taken.append(block)
@@ -94,10 +41,15 @@ class BlockPool:
         return block if block is not None and block.token_ids == tuple(token_ids) else None
 
     def acquire(self, block: KVBlock) -> None:
-        """Share a block that was found."""
+        """Share a block with one user more."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
+
+    def reuse(self, block: KVBlock) -> None:
+        """Share a block that was found by its content."""
+        block.used_again = True
+        self.acquire(block)
 
     def release(self, blocks: Iterable[KVBlock]) -> None:
         """Give back one reference of each, in the order given: pass a sequence's tail first, since a prefix is worth
@@ -105,26 +57,24 @@ class BlockPool:
         for block in blocks:
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.digest is None:
-                    self._free.append_left(block)
-                else:
-                    self._free.append(block)
+                self._free.add(block)
 
     def register(self, block: KVBlock, digest: bytes, token_ids: Sequence[int]) -> None:
         """Make a full, computed block findable. The first block with this content wins; later twins stay anonymous."""
         if block.digest is None and digest not in self._cached:
             block.digest, block.token_ids = digest, tuple(token_ids)
+            block.used_again = self._free.recall(digest)
             self._cached[digest] = block
 
     def _forget(self, block: KVBlock) -> None:
         if block.digest is not None:
             del self._cached[block.digest]
-            block.digest, block.token_ids = None, ()
+            block.digest, block.token_ids, block.used_again = None, (), False
 
     def check_integrity(self, references: dict[int, int]) -> None:
         """Raise AssertionError unless the pool agrees with `references` (block id -> number of users)."""
         free_ids = [block.block_id for block in self._free]
-        assert len(free_ids) == len(set(free_ids)) == self._free.num_blocks, "free queue holds a block twice"
+        assert len(free_ids) == len(set(free_ids)) == len(self._free), "free queue holds a block twice"
         for block in self.blocks:
             expected = references.get(block.block_id, 0)
             assert block.ref_count == expected, (

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout
-from llmq.runtime.block_pool import BlockPool, KVBlock
+from llmq.runtime.block_pool import BlockPool
+from llmq.runtime.free_blocks import KVBlock
 from llmq.runtime.request import Request
 
 # A request's blocks in one group, by position. None where a window has passed and the block was given back.
@@ -95,7 +96,7 @@ class KVCacheManager:
             for blocks in hit.blocks:
                 for block in blocks:
                     if block is not None:
-                        self.pool.acquire(block)
+                        self.pool.reuse(block)
             held = tuple(list(blocks) for blocks in hit.blocks)
             self._num_registered[name] = [len(blocks) for blocks in held]
             self.prefix_cache_queries += request.num_tokens

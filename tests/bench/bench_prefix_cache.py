@@ -1,10 +1,12 @@
 """Prefix hits on the Mooncake traces, through KVCacheManager alone: one request after another, no model.
 
 Blocks are of 512 tokens as in the trace; a block's token ids are made of its hash id. The bound is a cache that never
-evicts. A pool of a share of the distinct blocks is compared with LRU by request, which evicts a whole request's blocks.
+evicts. A pool of a share of the distinct blocks is compared with LRU by request, which evicts a whole request's blocks,
+with LRU by block, a request's tail first, and with one that knows what will be asked (Belady 1966).
 """
 
 import argparse
+import heapq
 from collections import Counter, OrderedDict
 
 import bench_report
@@ -33,12 +35,17 @@ def measure(arguments: argparse.Namespace) -> Report:
         for share in SHARES:
             # A pool must hold the longest request at least, or that could not run.
             num_blocks = max(round(num_distinct * share), longest)
-            ours, by_request = hit_rate(chains, num_blocks), lru_by_request(chains, num_blocks)
-            figures[name]["pools"][str(share)] = {"blocks": num_blocks, "ours": ours, "lru_by_request": by_request}
-            rows.append([name, percent(share), num_blocks, percent(bound), percent(ours), percent(by_request)])
+            rates = {
+                "ours": hit_rate(chains, num_blocks),
+                "lru_by_request": lru_by_request(chains, num_blocks),
+                "lru_by_block": lru_by_block(chains, num_blocks),
+                "foresight": farthest_next_use(chains, num_blocks),
+            }
+            figures[name]["pools"][str(share)] = {"blocks": num_blocks, **rates}
+            rows.append([name, percent(share), num_blocks, percent(bound), *map(percent, rates.values())])
     return Report(
         "Blocks found as prefix",
-        ["Mooncake trace", ">pool", ">blocks", ">bound", ">llmq", ">LRU by request"],
+        ["Mooncake trace", ">pool", ">blocks", ">bound", ">llmq", ">LRU by request", ">LRU by block", ">foresight"],
         rows,
         figures,
         ["pool: share of the trace's distinct blocks; a prefix counts in whole blocks of 512 tokens"],
@@ -95,6 +102,41 @@ def lru_by_request(chains: list[tuple[int, ...]], num_blocks: int) -> float:
                 users[block] -= 1
                 if not users[block]:
                     del users[block]
+    return hits / sum(map(len, chains))
+
+
+def lru_by_block(chains: list[tuple[int, ...]], num_blocks: int) -> float:
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for chain in chains:
+        hits += _prefix(chain, held)
+        for block in reversed(chain):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > num_blocks:
+            held.popitem(last=False)
+    return hits / sum(map(len, chains))
+
+
+def farthest_next_use(chains: list[tuple[int, ...]], num_blocks: int) -> float:
+    """The block that is asked for last goes first, of equals the deepest; new blocks need not be kept."""
+    next_use: list[list[float]] = []
+    seen: dict[int, int] = {}
+    for number in range(len(chains) - 1, -1, -1):
+        next_use.append([seen.get(block, float("inf")) for block in chains[number]])
+        seen.update(dict.fromkeys(chains[number], number))
+    held: dict[int, float] = {}
+    queue: list[tuple[float, int, int]] = []
+    hits = 0
+    for chain, uses in zip(chains, reversed(next_use), strict=True):
+        hits += _prefix(chain, held)
+        for position, (block, use) in enumerate(zip(chain, uses, strict=True)):
+            held[block] = use
+            heapq.heappush(queue, (-use, -position, block))
+        while len(held) > num_blocks:
+            use, _, block = heapq.heappop(queue)
+            if held.get(block) == -use:
+                del held[block]
     return hits / sum(map(len, chains))
 
 

@@ -36,6 +36,10 @@ def test_lru_by_request_evicts_whole_requests():
     chains = [(1, 2, 3), (4, 5), (1, 2, 3), (6,), (4, 5)]
     assert bench_prefix_cache.lru_by_request(chains, 5) == 3 / 11  # room for (6,) is made of (4, 5)
     assert bench_prefix_cache.never_evicting(chains) == 5 / 11
+    assert bench_prefix_cache.lru_by_block(chains, 5) == 4 / 11  # (4) stays of it
+    # (6,) will not be asked for again: it takes the place of nobody.
+    assert bench_prefix_cache.farthest_next_use(chains, 5) == 5 / 11
+    assert bench_prefix_cache.farthest_next_use(chains, 3) == 3 / 11
 
 
 def test_continuous_batching_beats_static():
