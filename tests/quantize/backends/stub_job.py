@@ -1,4 +1,4 @@
-"""Stands for an archived library: rounds to nearest and stores it in the AWQ GEMM layout, packed by that layout's words.
+"""Stands for an archived library: rounds to nearest and stores it in the AWQ GEMM layout, packed anew here.
 
 What it does is in job["settings"]["doing"]: "work", or how to fail. It imports numpy and safetensors only.
 """

@@ -100,7 +100,7 @@ def test_backends_have_names_methods_and_formats():
         "autoawq": ("awq", "awq"),
         "autogptq": ("gptq", "gptq"),
     }
-    with pytest.raises(InputError, match="--backend autoround: llmq .*, llmcompressor, autoawq, autogptq"):
+    with pytest.raises(InputError, match=r"--backend autoround: llmq .*, llmcompressor, autoawq, autogptq"):
         backend_named("autoround")
     settings = backend_named("autoawq").settings("awq")
     assert settings["backend"] == "AutoAWQ 0.2.9"
