@@ -31,6 +31,22 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def cached_model() -> Callable[[str], Path]:
+    """cached_model(alias) -> its bf16 folder where it is already: large files under terms of their own, or of none that
+    are stated, are nothing that a test fetches unasked. Skips where it is not."""
+    from llmq.profiles.cache import cache_dir
+    from llmq.profiles.gguf_convert import CONVERTER
+
+    def find(alias: str) -> Path:
+        folder = cache_dir() / "models" / f"{alias}-{CONVERTER}"
+        if not folder.is_dir():
+            pytest.skip(f"{folder} is not there: `llmq inspect {alias}` fetches it")
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE of 512 words, trained here. Ids 0-2 as SmolLM2's: <|endoftext|> <|im_start|> <|im_end|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -8,8 +8,6 @@ import torch
 from engine_driver import Reference, greedy, run_all
 from tokenizers import Tokenizer
 
-from llmq.profiles.cache import cache_dir
-from llmq.profiles.gguf_convert import CONVERTER
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.engine import Engine
 
@@ -17,12 +15,8 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def gemma3() -> Path:
-    """Its folder, where it is already: 240 MB under terms of their own are nothing that a test fetches unasked."""
-    folder = cache_dir() / "models" / f"gemma3-270m-{CONVERTER}"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there: `llmq inspect gemma3-270m` fetches it (240 MB, Google's Gemma terms)")
-    return folder
+def gemma3(cached_model) -> Path:
+    return cached_model("gemma3-270m")
 
 
 def test_logits_and_tokens_equal_transformers_beyond_the_window(gemma3):
