@@ -67,6 +67,7 @@ class Service:
         self._running: set[Generation] = set()
         self._reader = RequestReader(tokenizer, info, sampling_defaults or {})
         self._request_timeout_s = request_timeout_s
+        self._max_num_seqs = max_num_seqs
         self._capacity = None if max_queue is None else max_num_seqs + max_queue
 
     async def completion(self, request: CompletionRequest, caller: Caller = ANYBODY) -> Call:
@@ -114,7 +115,9 @@ class Service:
 
     @contextmanager
     def running(self, call: Call) -> Iterator[None]:
-        """The call is being answered: a shutdown waits for it, and its sequences take room in the queue."""
+        """The call is being answered: a shutdown waits for it, and its sequences take room in the queue. Raises
+        ApiError 429 where there is none; that is known only now, of calls that came together."""
+        self._check_room(call.generation.num_sequences)
         self._running.add(call.generation)
         try:
             yield
@@ -131,7 +134,8 @@ class Service:
 
     async def _call(self, read: Callable[[R], Awaitable[ReadRequest]], request: R, caller: Caller) -> Call:
         made = await self._read(read, request)
-        self._admit(made.selection.num_sequences * len(made.prompts))
+        self.check_open()
+        self._check_size(made.selection.num_sequences * len(made.prompts))
         generation = Generation(
             f"{made.kind}-{uuid.uuid4().hex}",
             made.prompts,
@@ -147,8 +151,17 @@ class Service:
         head = AnswerHead(generation.call_id, self.model_name, self.fingerprint)
         return Call(generation, made.make_answer(head))
 
-    def _admit(self, num_sequences: int) -> None:
-        self.check_open()
+    def _check_size(self, num_sequences: int) -> None:
+        if self._capacity is not None and num_sequences > self._capacity:
+            raise ApiError(
+                400,
+                f"n: {num_sequences} sequences are more than the {self._capacity} that this server takes at all: "
+                f"{self._max_num_seqs} that run (--max-num-seqs) and {self._capacity - self._max_num_seqs} that wait "
+                "(--max-queue)",
+                param="n",
+            )
+
+    def _check_room(self, num_sequences: int) -> None:
         if self._capacity is not None and self.num_sequences + num_sequences > self._capacity:
             raise ApiError(
                 429,

@@ -82,22 +82,23 @@ class EventStreamResponse(Response):
     """Sends events as they come. The status line waits for the first of them, so that an early error has a status."""
 
     def __init__(self, stream: AsyncGenerator[bytes, None], *, around: AbstractContextManager[None]) -> None:
-        """`around` is entered for as long as the stream runs."""
+        """`around` is entered for as long as the stream runs, and may refuse it with an ApiError."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
         self._stream = stream
         self._around = around
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._around:
-            try:
-                await until_disconnect(receive, self._send_all(send))
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-            except ClientGoneError:
-                pass
-            finally:
-                await self._stream.aclose()
+        try:
+            with self._around:
+                try:
+                    await until_disconnect(receive, self._send_all(send))
+                finally:
+                    await self._stream.aclose()
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        except ClientGoneError:
+            pass
 
     async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
         first = await anext(self._stream)

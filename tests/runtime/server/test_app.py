@@ -419,10 +419,25 @@ def test_every_route_but_health_and_the_page_wants_the_key(serving: Callable):
 def test_a_full_queue_is_429(serving: Callable):
     async def body():
         async with serving(max_queue=1, max_num_seqs=2) as s:
-            response = await s.post(TEXT, prompt="a", n=4, max_tokens=1)
-            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-            assert response.json()["error"]["code"] == "queue_full"
             assert (await s.post(TEXT, prompt="a", n=3, max_tokens=1)).status_code == 200
+            for asked in ({"prompt": "a", "n": 4}, {"prompt": ["a", "b"], "n": 2}):  # it would never fit
+                error = (await s.post(TEXT, max_tokens=1, **asked)).json()["error"]
+                assert (error["type"], error["param"]) == ("invalid_request_error", "n")
+                assert "--max-queue" in error["message"]
+
+        async with serving(max_queue=3, max_num_seqs=2) as s:
+            most = 0
+
+            async def ask(number: int) -> tuple[int, str | None]:
+                nonlocal most
+                made = await s.post(TEXT, prompt="a", max_tokens=200, ignore_eos=True, stream=number % 2 == 0)
+                most = max(most, s.service.num_sequences)
+                return made.status_code, made.headers.get("retry-after")
+
+            answers = await asyncio.gather(*(ask(number) for number in range(30)))
+            assert most <= 5
+            assert sorted(answers, key=str) == [(200, None)] * 5 + [(429, "1")] * 25
+            assert s.service.num_calls == 0
 
     run(body())
 
