@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.cli import console
-from llmq.cli.engine_options import engine_config
+from llmq.cli import engine_options as options
 from llmq.profiles.errors import InputError
+from llmq.profiles.units import format_count
 
 if TYPE_CHECKING:
     from llmq.runtime.config import EngineConfig
@@ -25,20 +26,16 @@ def batch(
     model: Annotated[
         str | None, typer.Option(help="Folder, .gguf file, hub id or alias. Default: the one that all bodies name.")
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What bodies call the model. Default: the folder's name, or the id as given.")
-    ] = None,
+    served_model_name: options.ServedModelName = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none, together with their custom_id.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")] = "auto",
-    kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
-    max_model_len: Annotated[
-        str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
-    ] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 1024,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    dtype: options.Dtype = "auto",
+    kv_dtype: options.KvDtype = "auto",
+    kv_cache_memory: options.KvCacheMemory = None,
+    max_model_len: options.MaxModelLen = "auto",
+    max_num_seqs: options.MaxNumSeqs = 128,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 1024,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Answer a batch: /v1/chat/completions and /v1/completions, bodies as `llmq serve` takes them.
@@ -55,7 +52,7 @@ def batch(
     from llmq.runtime.offline.batch_job import BatchTotals
     from llmq.runtime.offline.batch_output import BatchOutput, model_identity
 
-    config = engine_config(
+    config = options.engine_config(
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -117,7 +114,8 @@ def _run(
     from llmq.runtime.offline.batch_job import BatchJob
 
     found, total = len(results.statuses), len(requests.lines)
-    missing = f"{total - found} of {total} requests, {found} are there" if found else f"{total} requests"
+    requested = format_count(total, "request")
+    missing = f"{total - found} of {requested}, {found} there already" if found else requested
     console.status(f"llmq batch: {missing} · {config.model} → {results.path}")
     engine = Engine.from_config(config)
     with console.progress() as progress:
@@ -154,14 +152,14 @@ def _print(summary: dict[str, Any], output: Path, *, as_json: bool) -> None:
     if as_json:
         console.print_json(summary)
         return
-    parts = [f"{summary['answered']} of {summary['requests']} requests answered"]
+    parts = [f"{summary['answered']} of {format_count(summary['requests'], 'request')} answered"]
     if summary["failed"]:
         parts.append(f"{summary['failed']} refused or failed")
     if summary["found"]:
-        parts.append(f"{summary['found']} were there already")
+        parts.append(f"{summary['found']} there already")
     if summary["computed"]:
         parts.append(
-            f"{summary['prompt_tokens']} prompt tokens ({summary['cached_tokens']} cached), "
+            f"{format_count(summary['prompt_tokens'], 'prompt token')} ({summary['cached_tokens']} cached), "
             f"{summary['completion_tokens']} generated in {console.format_duration(summary['duration_s'])}"
         )
     if summary["completion_tokens_per_s"]:

@@ -9,6 +9,7 @@ import typer
 
 from llmq.cli import console
 from llmq.profiles.errors import FailedError, InputError
+from llmq.profiles.units import format_count
 
 if TYPE_CHECKING:
     from llmq.cli.local_server import StreamedChat
@@ -136,7 +137,7 @@ class Conversation:
 
 def _timing_line(answer: "StreamedChat") -> str:
     timing = answer.timing
-    parts = [f"{timing.num_tokens} tokens", f"TTFT {console.format_duration(timing.ttft_s)}"]
+    parts = [format_count(timing.num_tokens, "token"), f"TTFT {console.format_duration(timing.ttft_s)}"]
     if timing.num_tokens > 1:
         parts.append(f"{timing.tokens_per_s:.1f} tokens/s")
     if answer.finish_reason == "length":

@@ -1,12 +1,30 @@
-"""The options of an engine as verbs take them: words -> EngineConfig."""
+"""The options of an engine as verbs take them, declared once: words -> EngineConfig."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from llmq.profiles.errors import InputError
 from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from llmq.runtime.config import EngineConfig
+
+# A verb's parameter is declared as `dtype: Dtype = "auto"`; what it is without being given is the verb's.
+Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or an alias as smollm2-135m.")]
+Dtype = Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")]
+KvDtype = Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")]
+KvCacheMemory = Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")]
+MaxModelLen = Annotated[
+    str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
+]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests in one batch.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
+ServedModelName = Annotated[
+    str | None, typer.Option(help="What requests call the model. Default: the folder's name, or the id as given.")
+]
 
 
 def engine_config(

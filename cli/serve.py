@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmq.cli import console
-from llmq.cli.engine_options import engine_config
+from llmq.cli import engine_options as options
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,26 +18,25 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
-    dtype: Annotated[str, typer.Option(help="Of the activations: auto (the checkpoint's), bf16, fp16, fp32.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the KV-cache: auto, bf16, fp16, fp32, int8, fp8, int4.")] = "auto",
-    kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks: 64MiB, 20GiB.")] = None,
+    model: options.Model,
+    dtype: options.Dtype = "auto",
+    kv_dtype: options.KvDtype = "auto",
+    kv_cache_memory: options.KvCacheMemory = None,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(help="Share of a GPU to use, for weights and KV-cache.  [default: 0.9]", show_default=False),
     ] = None,
-    max_model_len: Annotated[
-        str, typer.Option(help="Most tokens of a request, prompt and output; auto: what fits, up to the model's own.")
-    ] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one batch.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")] = 512,
+    max_model_len: options.MaxModelLen = "auto",
+    max_num_seqs: options.MaxNumSeqs = 64,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
     max_queue: Annotated[
-        int | None, typer.Option(min=0, help="Requests that may wait; more get 429. Without it: no limit.")
+        int | None,
+        typer.Option(min=0, help="Sequences taken beyond --max-num-seqs, to wait; more get 429. Default: no limit."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")] = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
@@ -46,9 +45,7 @@ def serve(
         bool, typer.Option("--check-integrity", help="Verify the block pool after every step. For debugging.")
     ] = False,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV-cache of prompts that begin alike.")] = True,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call it. Default: the folder's name, or the id as given.")
-    ] = None,
+    served_model_name: options.ServedModelName = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,6 +74,14 @@ def serve(
             "say: model (its generation_config.json) or openai (1, 1, off, off, 1)."
         ),
     ] = "model",
+    stall_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that the engine may stand still, from when /health says so, until the server ends with 1; "
+            "0: for ever.",
+        ),
+    ] = 300,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
@@ -84,8 +89,9 @@ def serve(
     Also /tokenize, /detokenize, /health (does the engine move forward), /ready, /metrics (Prometheus), /version. Every
     answer has `timings` in milliseconds: queue_ms, ttft_ms, tpot_ms, total_ms.
 
-    SIGTERM or Ctrl-C: new requests get 503, running ones finish, exit 0; a second signal ends at once. When the engine
-    dies every request gets 503 and the server exits with 1.
+    SIGTERM or Ctrl-C: new requests get 503, running ones finish, exit 0; a second signal, or one while the model still
+    loads, ends at once with 128 + its number. When the engine dies, or stands still for --stall-timeout, every request
+    gets 503 and the server exits with 1: a supervisor starts it anew.
     """
     import msgspec
 
@@ -106,7 +112,7 @@ def serve(
         raise InputError(f"--generation-config {generation_config}: one of model, openai")
     if salt_per_key and not api_key:
         raise InputError("--salt-per-key: there is no --api-key")
-    engine = engine_config(
+    engine = options.engine_config(
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -137,6 +143,7 @@ def serve(
             generation_config=generation_config,
             max_queue=max_queue,
             drain_timeout_s=drain_timeout,
+            stall_timeout_s=stall_timeout or None,
         )
     )
     raise typer.Exit(exit_code)

@@ -48,3 +48,8 @@ def format_bytes(count: float) -> str:
 def format_bytes_exact(count: int) -> str:
     """138.2 MiB (144,911,360 B)."""
     return f"{count:,} B" if abs(count) < 1024 else f"{format_bytes(count)} ({count:,} B)"
+
+
+def format_count(number: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

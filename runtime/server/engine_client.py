@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from llmq.profiles.units import format_count
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.messages import Abort, AddRequests, Failed, FromEngine, Outputs, Ready, Shutdown
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
@@ -103,9 +104,12 @@ class EngineClient:
         *,
         command: Sequence[str] = ENGINE_COMMAND,
         on_stats: Callable[[EngineStats], None] = lambda stats: None,
+        stall_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """An engine that has stood still for `stall_timeout_s`, from when `trouble` says so, is dead; None: never."""
         self._config = config
+        self._stall_timeout_s = stall_timeout_s
         self._command = command
         self._on_stats = on_stats
         self._clock = clock
@@ -142,7 +146,10 @@ class EngineClient:
             asyncio.create_task(self._receive(ready)),
             asyncio.create_task(self._watch_process(ready)),
         ]
-        return await ready
+        info = await ready
+        if self._stall_timeout_s is not None:
+            self._tasks.append(asyncio.create_task(self._watch_progress(self._stall_timeout_s, ready)))
+        return info
 
     @property
     def num_unfinished(self) -> int:
@@ -185,10 +192,11 @@ class EngineClient:
         limit_s = max(STALL_BUSY_S, STALL_STEPS * self._longest_step_s) if busy else STALL_IDLE_S
         if age_s <= limit_s:
             return None
-        return f"no step for {age_s:.1f} s with {len(self._streams)} requests waiting for one"
+        return f"no step for {age_s:.1f} s, {format_count(len(self._streams), 'request')} waiting for one"
 
     async def stop(self, *, kill: bool = False) -> None:
-        """End the process, politely unless `kill`, and remove what was made for it."""
+        """End the process, politely unless `kill` or it is known not to listen, and remove what was made for it."""
+        kill = kill or self._dead is not None
         self._stopping = True
         process = self._process
         if process is not None and process.returncode is None and not kill:
@@ -246,6 +254,18 @@ class EngineClient:
         await asyncio.sleep(0.2)  # its last words may still be on their way
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._die(f"the engine's process (pid {self._process.pid}) ended by {how}", max(code, 1), ready)
+
+    async def _watch_progress(self, timeout_s: float, ready: "asyncio.Future[EngineInfo]") -> None:
+        standing_since_s = None
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            if (trouble := self.trouble()) is None:
+                standing_since_s = None
+            elif standing_since_s is None:
+                standing_since_s = self._clock()
+            elif self._clock() - standing_since_s >= timeout_s:
+                self._die(f"it stands still: {trouble}", 1, ready)
+                return
 
     def _die(self, reason: str, exit_code: int, ready: "asyncio.Future[EngineInfo]") -> None:
         if self._dead is not None:

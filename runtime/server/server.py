@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 
 from llmq.profiles.errors import FailedError, InputError
-from llmq.profiles.units import format_bytes
+from llmq.profiles.units import format_bytes, format_count
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.frontend.generation_defaults import generation_defaults
 from llmq.runtime.frontend.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: list[str] = []
     salt_per_key: bool | None = None  # None: with several keys
     request_timeout_s: float | None = None  # from arrival to the last token; None: no limit
+    stall_timeout_s: float | None = 300.0  # of an engine that stands still, until the server ends; None: for ever
     max_queue: int | None = None  # sequences that may wait beyond max_num_seqs; None: no limit
     drain_timeout_s: float = 30.0
     generation_config: Literal["model", "openai"] = "model"  # where sampling defaults come from
@@ -51,10 +52,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until a signal, and return the exit code: 0 after a drain, 1 when the engine died.
+    """Serve until a signal, and return the exit code: 0 after a drain, 1 when the engine died or stood still too long.
 
     SIGTERM and SIGINT stop new requests (503), let the running ones finish for `drain_timeout_s`, then end; a second
-    signal ends at once (128 + its number). Raises InputError where the port or the model cannot be had.
+    signal, and any while the model still loads, ends at once (128 + its number). Raises InputError where the port or
+    the model cannot be had.
     """
     listener = _bind(config.host, config.port)
     tokenizer = Tokenizer.from_folder(config.engine.model)
@@ -77,9 +79,15 @@ class _Server:
         self._sampling_defaults = sampling_defaults
         self._listener = listener
         self._metrics = ServerMetrics()
-        self._client = EngineClient(config.engine, command=engine_command, on_stats=self._metrics.set_engine_stats)
+        self._client = EngineClient(
+            config.engine,
+            command=engine_command,
+            on_stats=self._metrics.set_engine_stats,
+            stall_timeout_s=config.stall_timeout_s,
+        )
         self._signalled = asyncio.Event()
-        self._hurried_by: int | None = None
+        self._signal = 0  # the last one
+        self._is_hurried = False  # nothing is waited for
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -91,7 +99,7 @@ class _Server:
             kind = InputError if error.exit_code == 2 else FailedError
             raise kind(str(error)) from None
         finally:
-            await self._client.stop(kill=self._hurried_by is not None)
+            await self._client.stop(kill=self._is_hurried)
             self._listener.close()
 
     async def _serve(self) -> int:
@@ -99,9 +107,11 @@ class _Server:
         signalled = asyncio.ensure_future(self._signalled.wait())
         await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
+            self._is_hurried = True
             starting.cancel()
             await asyncio.wait({starting})
-            return 0
+            self._say("llmq serve: ended while the model was loading")
+            return 128 + self._signal
         info = starting.result()
         service = Service(
             self._client,
@@ -135,30 +145,30 @@ class _Server:
         elif signalled.done():
             await self._drain(service, died)
         server.should_exit = True
-        server.force_exit = self._hurried_by is not None
+        server.force_exit = self._is_hurried
         await answering
-        if self._hurried_by is not None:
-            return 128 + self._hurried_by
+        if self._is_hurried:
+            return 128 + self._signal
         return self._client.exit_code
 
     async def _drain(self, service: Service, died: asyncio.Future) -> None:
         service.draining = True
         if service.num_calls:
             self._say(
-                f"llmq serve: finishing {service.num_calls} requests, at most {self._config.drain_timeout_s:g} s "
-                "(a second signal ends at once)"
+                f"llmq serve: finishing {format_count(service.num_calls, 'request')}, "
+                f"at most {self._config.drain_timeout_s:g} s (a second signal ends at once)"
             )
         deadline = asyncio.get_running_loop().time() + self._config.drain_timeout_s
-        while service.num_calls and not died.done() and self._hurried_by is None:
+        while service.num_calls and not died.done() and not self._is_hurried:
             if asyncio.get_running_loop().time() > deadline:
-                self._say(f"llmq serve: {service.num_calls} requests are cut off")
+                self._say(f"llmq serve: cut off {format_count(service.num_calls, 'request')}")
                 self._client.cut_off()
                 break
             await asyncio.sleep(0.02)
 
     def _on_signal(self, number: int) -> None:
-        if self._signalled.is_set():
-            self._hurried_by = number
+        self._is_hurried = self._signalled.is_set()
+        self._signal = number
         self._signalled.set()
 
     def _say(self, text: str) -> None:
@@ -180,8 +190,9 @@ def _ready_line(
         f"model {service.model_name}",
         f"weights {format_bytes(info.weight_bytes)} on {info.device}",
         f"KV-cache {blocks}, {format_bytes(info.kv_cache_bytes)}",
-        f"at most {info.max_model_len} tokens a request, {engine.max_num_seqs} requests and "
-        f"{engine.max_num_batched_tokens} tokens a step",
+        f"at most {format_count(info.max_model_len, 'token')} a request, "
+        f"{format_count(engine.max_num_seqs, 'request')} and "
+        f"{format_count(engine.max_num_batched_tokens, 'token')} a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
     ]
     if sampling_defaults:

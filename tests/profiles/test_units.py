@@ -1,7 +1,7 @@
 import pytest
 
 from llmq.profiles.errors import InputError
-from llmq.profiles.units import format_bytes, format_bytes_exact, parse_bytes, parse_tokens
+from llmq.profiles.units import format_bytes, format_bytes_exact, format_count, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,7 @@ def test_bytes_are_written_in_the_largest_unit_with_the_exact_count_on_demand():
     ]  # fmt: skip
     assert format_bytes_exact(144_911_360) == "138.2 MiB (144,911,360 B)"
     assert format_bytes_exact(12) == "12 B"
+
+
+def test_one_is_singular():
+    assert [format_count(n, "request") for n in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]

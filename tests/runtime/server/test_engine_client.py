@@ -162,7 +162,7 @@ def test_health_is_the_age_of_the_last_step(fake_command: list[str]):
         now[0] += STALL_BUSY_S
         assert client.trouble() is None
         now[0] += 1
-        assert "1 requests waiting" in client.trouble()
+        assert "1 request waiting" in client.trouble()
         client._note_progress()  # the step was long, and ended
         now[0] += STALL_BUSY_S + 2
         assert client.trouble() is None, "what took a minute once may take it again"

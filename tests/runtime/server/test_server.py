@@ -124,7 +124,7 @@ def test_the_drain_ends_at_its_timeout(program: Callable[..., Program]):
     assert "shutting_down" in last
     code, stderr = running.end()
     assert code == 0
-    assert "1 requests are cut off" in stderr, stderr
+    assert "cut off 1 request\n" in stderr, stderr
 
 
 def test_a_second_signal_ends_at_once(program: Callable[..., Program]):
@@ -187,6 +187,44 @@ def test_a_server_ends_though_its_engine_stands_still(program: Callable[..., Pro
     assert "shutting_down" in last
     assert running.end()[0] == 0
     assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the engine's pid from /proc")
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_engine_that_stands_still_for_good_ends_the_server(program: Callable[..., Program], busy: bool):
+    running = program(stall=[0.5, 2.0], stall_timeout_s=1.0)
+    client, lines, _ = _open_stream(running, 900_000 if busy else 1)
+    engine = running.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    started = time.monotonic()
+    *_, last = (line for line in lines if line)
+    client.close()
+    assert ("engine_dead" in last) is busy
+    code, stderr = running.end()
+    assert time.monotonic() - started < 15
+    assert code == 1
+    assert "the engine is dead: it stands still: no step for" in stderr
+    assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_loads_ends_at_once(model_folder: Path, number: int):
+    ignores = (
+        "import signal, sys, time; signal.signal(15, signal.SIG_IGN); print('up', file=sys.stderr); time.sleep(60)"
+    )
+    never_ready = [sys.executable, "-c", ignores]
+    config = {"engine": {"model": str(model_folder)}, "port": 0}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, json.dumps(config), json.dumps(never_ready)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr.readline() == "up\n"
+    started = time.monotonic()
+    process.send_signal(number)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 128 + number
+    assert time.monotonic() - started < 4
+    assert "ended while the model was loading" in said
+    assert "Traceback" not in said
 
 
 def test_what_cannot_start_is_refused_with_2(program: Callable[..., Program]):
