@@ -25,7 +25,8 @@ from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.output_folder import StoredTensor, appearing_whole, copy_companions, write_tensors
 from llmq.quantize.preflight import FP8_KV, Plan
 from llmq.quantize.recipe import DEFAULT_FORMAT
-from llmq.quantize.report import REPORT_FILE, LinearReport, QuantizationReport, ScalingReport
+from llmq.quantize.report import LinearReport, QuantizationReport, ScalingReport
+from llmq.quantize.report_files import write_report
 from llmq.quantize.sizes import is_duplicate_head
 from llmq.quantize.targets import HEAD
 from llmq.quantize.verify import as_stored, verify_folder
@@ -73,7 +74,7 @@ def quantize_model(
                 work.clear()  # to go on from what is wrong would end the same way
                 raise
             report = _build_report(plan, calibration, facts, num_bytes, time.monotonic() - started)
-            _write_json(folder / REPORT_FILE, report.as_dict())
+            write_report(folder, report)
     return report
 
 

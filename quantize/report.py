@@ -69,6 +69,8 @@ class QuantizationReport:
     bits_per_quantized_weight: float | None  # None: nothing is rounded
     duration_s: float
     warnings: list[str]
+    proof: dict[str, Any] | None = None  # perplexity, KL and top-1 against the original; who asked for one adds it
+    search: dict[str, Any] | None = None  # of --target or --max-kl: the goal, and what was chosen
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -44,7 +44,8 @@ _COLUMNS = (
     _Column("damping", "damping", "what was added to the diagonal of the Hessian, as a share of its mean"),
     _Column("saturated_share", "clipped", "weights outside the range that was kept", "share"),
     _Column("dead_inputs", "dead inputs", "input channels that no calibration token used", "count"),
-    _Column("num_tokens", "tokens", "calibration tokens that went through it", "count"),
+    _Column("num_tokens", "tokens", "calibration tokens that its statistics were taken of", "count"),
+    _Column("routed_tokens", "routed", "calibration tokens that the router sent to this expert", "count"),
 )
 
 

@@ -14,6 +14,7 @@ from llmq.quantize.formats.registry import format_of
 from llmq.quantize.preflight import FP8_KV
 from llmq.quantize.recipe import LinearSettings, Rule
 from llmq.quantize.report import REPORT_FILE
+from llmq.quantize.report_html import REPORT_PAGE
 
 METHODS = ["awq", "gptq", "smoothquant", "fp8", "rtn"]
 
@@ -118,7 +119,7 @@ def test_sizes_are_as_predicted_and_dtypes_as_declared(quantized, method):
 def test_everything_beside_the_weights_comes_along(quantized, source):
     folder, _ = quantized("awq")
     expected = {name for name in os.listdir(source) if name != "model.safetensors"}
-    assert set(os.listdir(folder)) == expected | {"model.safetensors", REPORT_FILE}
+    assert set(os.listdir(folder)) == expected | {"model.safetensors", REPORT_FILE, REPORT_PAGE}
     for name in expected - {"config.json"}:
         assert (folder / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
