@@ -1,14 +1,18 @@
 """`llmq quantize`: a model -> the same model in 4 or 8 bits, with a report of what that did to each layer."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmq.cli import console
+from llmq.cli.quantize_proof import print_proof, prove
+from llmq.cli.quantize_search import Search
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
+    from llmq.quantize.bit_search import Goal
     from llmq.quantize.calibration import CalibrationSet
     from llmq.quantize.preflight import Plan
     from llmq.quantize.recipe import Recipe
@@ -43,6 +47,9 @@ def quantize(
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration samples (128).")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most (2048).")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Linears to leave in 16 bit, see below.")] = None,
+    target: Annotated[str | None, typer.Option(help="Mean bits a weight to choose bits for: 4.25bits.")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Most KL divergence to choose bits for: 0.02.")] = None,
+    proof: Annotated[bool, typer.Option(help="Compare the result with the original on held-out text.")] = True,
     restart: Annotated[bool, typer.Option("--restart", help="Drop the layers that an interrupted run kept.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
@@ -50,6 +57,7 @@ def quantize(
     """Quantize MODEL into the folder OUT, which llmq serve, transformers and vLLM load.
 
     Without a method: FP8 where the device computes in it, else AWQ. The head and the embedding stay in 16 bit.
+    --target and --max-kl measure what each linear's rounding costs the model and choose its bits and group size.
     --ignore names linears by words of their name (down_proj, layers.0) or by re: and a regular expression; repeatable.
     Finished layers are kept in OUT.work until all are done: after an interruption the same command goes on from there.
     """
@@ -79,15 +87,22 @@ def quantize(
         "backend": backend,
     }
     chosen = build_recipe(content, given)
+    goal = _goal(chosen, target, max_kl, bits, group_size)
     _refuse_unused_calibration(chosen, calib, samples, seq_len)
     with console.progress() as progress:
         source = read_checkpoint(find_model(model, progress=progress))
     plan = preflight(source, chosen, out)
     device = _resolve_device(device)
     calibration = _load_calibration(plan, calib, samples, seq_len) if chosen.is_calibrated else None
-    _announce(plan, reason, calibration, device)
+    _announce(plan, reason, calibration, device, goal)
     doubts = _warn_of(plan, calibration)
-    report = _run(plan, calibration, device, restart)
+    run = partial(_run, calibration=calibration, device=device, restart=restart)
+    if goal is None:
+        report = run(plan)
+    else:
+        report = Search.of(plan, goal, device).run(calibration, run)
+    if proof and report.proof is None:
+        report = prove(report, plan.out, device)
     for warning in report.warnings:
         if warning not in doubts:
             console.warn(warning)
@@ -101,6 +116,23 @@ def _method(asked: list[str], content: dict[str, Any], device: str) -> tuple[str
     if "method" in content:
         return content["method"], "as the recipe says"
     return _default_method(device)
+
+
+def _goal(
+    recipe: "Recipe", target: str | None, max_kl: float | None, bits: int | None, group_size: str | None
+) -> "Goal | None":
+    from llmq.quantize.bit_search import Goal, check_searchable
+
+    goal = Goal.of(target, max_kl)
+    if goal is None:
+        return None
+    for flag, value in (("--bits", bits), ("--group-size", group_size)):
+        if value is not None:
+            raise InputError(f"{flag} {value} and a search for it: leave {flag} out with --target and --max-kl")
+    check_searchable(recipe)
+    if not recipe.is_calibrated:
+        raise InputError(f"--target and --max-kl measure on calibration data, which --{recipe.method} takes none of")
+    return goal
 
 
 def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str, restart: bool) -> "QuantizationReport":
@@ -172,25 +204,37 @@ def _load_calibration(plan: "Plan", calib: str | None, samples: int | None, seq_
     )
 
 
-def _announce(plan: "Plan", reason: str, calibration: "CalibrationSet | None", device: str) -> None:
+def _announce(
+    plan: "Plan", reason: str, calibration: "CalibrationSet | None", device: str, goal: "Goal | None"
+) -> None:
     """Every choice, resolved, before the work starts."""
 
     recipe, left = plan.recipe, plan.selection.left_alone
-    rows = [
+    scheme = [
         f"method      {recipe.traits.title}, {recipe.bits} bits ({reason})",
         f"scheme      {plan.scheme_name}",
         f"group size  {recipe.group_size} ({plan.group_size_reason})",
+    ]
+    size = f", {console.format_bytes_exact(plan.predicted_bytes)} of weights predicted"
+    if goal is not None:
+        scheme = [
+            f"method      {recipe.traits.title} ({reason})",
+            f"scheme      searched for each linear, {goal.words}",
+        ]
+        size = ""
+    rows = [
+        *scheme,
         f"model       {plan.source.path}",
         f"targets     {len(plan.targets)} linears; {len(left)} left in {plan.dtype}: {_shortened(list(left))}",
         *([f"KV-cache    {recipe.kv}, a calibrated scale for K and one for V of each layer"] if recipe.kv else []),
         f"backend     {recipe.backend}, written as {recipe.format}",
         f"device      {device}",
-        f"output      {plan.out}, {console.format_bytes_exact(plan.predicted_bytes)} of weights predicted",
+        f"output      {plan.out}{size}",
     ]
     if calibration is not None:
         p = calibration.provenance
         rows.insert(
-            4,
+            len(scheme) + 1,
             f"calibration {p.source}: {p.num_samples} samples, {p.num_tokens:,} tokens ({p.rendering}; BOS: {p.bos}; "
             f"{p.num_empty} empty texts dropped, {p.num_truncated} cut at {p.seq_len})",
         )
@@ -214,6 +258,7 @@ def _shortened(names: list[str], most: int = 4) -> str:
 
 def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
     from llmq.quantize.report import REPORT_FILE
+    from llmq.quantize.report_html import REPORT_PAGE
 
     before, after = report.bytes_before, report.bytes_after
     over_all = f"{report.bits_per_weight:.2f} over all"
@@ -232,8 +277,9 @@ def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
         mean = sum(entry.weight_error for entry in report.linears) / len(report.linears)
         rows.append(["weight error", f"{mean:.2%} of the energy, mean of the linears"])
     rows.append(["time", console.format_duration(report.duration_s)])
-    rows.append(["report", str(plan.out / REPORT_FILE)])
+    rows.append(["report", f"{plan.out / REPORT_FILE}, and as a page: {REPORT_PAGE}"])
     console.print_table(f"{plan.out}: {report.scheme}", ["", ""], rows)
+    print_proof(report)
     for name, count in _skip_reasons(report).items():
         console.status(f"{count} scale mappings skipped: {name}")
     worst = sorted(report.linears, key=lambda entry: entry.output_error or entry.weight_error, reverse=True)[:3]

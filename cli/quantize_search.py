@@ -1,0 +1,167 @@
+"""`llmq quantize --target`, `--max-kl`: measure each linear, choose bits, quantize, measure again."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmq.cli import console, quantize_proof
+from llmq.profiles.errors import FailedError
+
+if TYPE_CHECKING:
+    from llmq.quantize.bit_allocation import Allocation, Unit
+    from llmq.quantize.bit_search import Goal, SearchSpace
+    from llmq.quantize.calibration import CalibrationSet
+    from llmq.quantize.preflight import Plan
+    from llmq.quantize.report import QuantizationReport
+
+# Text that each linear is measured on. Damages add up over linears, so that a sum of many needs few tokens of each.
+WINDOW, NUM_WINDOWS = 256, 2
+MAX_TRIES = 4
+# A result this far below what --max-kl allows is tried again with fewer bits.
+NEAR_ENOUGH = 0.85
+
+Run = Callable[["Plan"], "QuantizationReport"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A plan whose linears are still to be given their bits."""
+
+    plan: "Plan"
+    space: "SearchSpace"
+    goal: "Goal"
+    device: str
+
+    @classmethod
+    def of(cls, plan: "Plan", goal: "Goal", device: str) -> "Search":
+        """Raises InputError for a plan that leaves nothing to choose."""
+        from llmq.quantize.bit_search import search_space
+
+        return cls(plan, search_space(plan), goal, device)
+
+    def run(self, calibration: "CalibrationSet", run: Run) -> "QuantizationReport":
+        """Measure, choose and quantize until the goal is met. `run`: quantizes a plan."""
+        from llmq.quantize.bit_search import choose
+
+        units = self._units(calibration)
+        if self.goal.max_kl is None:
+            allocation = choose(self.plan, self.space, units, self.goal)
+            return self._finish(run(self._plan(allocation)), self.plan.out, allocation)
+        return self._until_near_enough(units, run)
+
+    def _units(self, calibration: "CalibrationSet") -> list["Unit"]:
+        """How much each linear costs; kept beside OUT until OUT is there, for a command that goes on."""
+        from llmq.quantize.sensitivity import load_units, measure_sensitivity, save_units
+
+        kept, identity = self._kept_file(), self._identity(calibration)
+        if (units := load_units(identity, kept)) is not None:
+            console.status(f"sensitivity of each linear: as measured before, in {kept}")
+            return units
+        with console.progress() as progress:
+            damage = self._damage()
+            units = measure_sensitivity(
+                self.plan, self.space.shared, calibration, damage, device=self.device, progress=progress
+            )
+        save_units(units, identity, kept)
+        return units
+
+    def _damage(self):
+        from llmq.evals.evaluation import Subject
+        from llmq.evals.numerics import Numerics
+        from llmq.evals.weight_damage import WeightDamage
+        from llmq.profiles.machine import available_memory_bytes
+        from llmq.quantize.builtin_text import builtin_text
+
+        source = self.plan.source
+        window = min(WINDOW, source.architecture.max_position_embeddings)
+        # In 16 bit the rounding of activations drowns what a single linear does.
+        fits = 3 * source.total_bytes < available_memory_bytes()
+        numerics = Numerics(dtype="fp32" if fits else "auto", device=self.device)
+        subject = Subject.open(source.path, numerics, max_model_len=window, max_num_seqs=1, enable_prefix_caching=False)
+        token_ids = subject.tokenizer.encode(builtin_text("heldout")[-60_000:], add_special_tokens=False)
+        return WeightDamage(subject.engine, token_ids, window=window, num_windows=NUM_WINDOWS)
+
+    def _identity(self, calibration: "CalibrationSet") -> dict[str, Any]:
+        import torch
+
+        from llmq.quantize.fingerprint import fingerprint
+
+        return {
+            **fingerprint(self.plan, calibration, torch.device(self.device)),
+            "candidates": [sorted(shared.schemes) for shared in self.space.shared],
+            "measured on": [WINDOW, NUM_WINDOWS],
+        }
+
+    def _kept_file(self) -> Path:
+        out = self.plan.out.absolute()
+        return out.parent / f"{out.name}.sensitivity.json"
+
+    def _plan(self, allocation: "Allocation") -> "Plan":
+        from llmq.quantize.bit_search import with_allocation
+
+        return with_allocation(self.plan, self.space, allocation)
+
+    def _until_near_enough(self, units: list["Unit"], run: Run) -> "QuantizationReport":
+        """Quantize, measure, and correct what the linears' sum predicted by what came out."""
+        from llmq.quantize.bit_search import choose
+
+        best: tuple[QuantizationReport, Path, Allocation] | None = None
+        correction, tried = 1.0, []
+        try:
+            for number in range(MAX_TRIES):
+                allocation = choose(self.plan, self.space, units, self.goal, correction)
+                if any(allocation.num_bytes == other for other, _ in tried):
+                    break
+                trial = self.plan.out.absolute().with_name(f".{self.plan.out.name}.try-{number}")
+                report = run(replace(self._plan(allocation), out=trial))
+                proof = quantize_proof.measure(self.plan.source.path, trial, self.device)
+                report = replace(report, proof=proof)
+                kl = proof["mean_kl"]
+                tried.append((allocation.num_bytes, kl))
+                console.status(f"{report.bits_per_quantized_weight:.3f} bits a weight: measured KL {kl:.5f}")
+                if kl <= self.goal.max_kl and (best is None or allocation.num_bytes < best[2].num_bytes):
+                    if best is not None:
+                        shutil.rmtree(best[1])
+                    best = report, trial, allocation
+                else:
+                    shutil.rmtree(trial)
+                if NEAR_ENOUGH * self.goal.max_kl <= kl <= self.goal.max_kl:
+                    break
+                correction = kl / max(allocation.damage, 1e-12)
+            if best is None:
+                reached = min(kl for _, kl in tried)
+                raise FailedError(
+                    f"--max-kl {self.goal.max_kl:g} was not reached in {len(tried)} tries: {reached:.5f} was the least"
+                )
+            report, trial, allocation = best
+            trial.replace(self.plan.out.absolute())
+        finally:
+            for left in self.plan.out.absolute().parent.glob(f".{self.plan.out.name}.try-*"):
+                if left.is_dir() and not left.name.endswith(".work"):
+                    shutil.rmtree(left, ignore_errors=True)
+        return self._finish(report, self.plan.out, allocation)
+
+    def _finish(self, report: "QuantizationReport", out: Path, allocation: "Allocation") -> "QuantizationReport":
+        """The report with what was searched, in OUT too."""
+        from llmq.quantize.report_files import write_report
+
+        searched = {
+            "goal": {name: value for name, value in asdict(self.goal).items() if value is not None},
+            "predicted_kl": allocation.damage,
+            "least_possible_by_prediction": allocation.lower_bound,
+            "chosen": [
+                {
+                    "linears": shared.name,
+                    "scheme": choice.label,
+                    "bytes": choice.num_bytes,
+                    "predicted_kl": choice.damage,
+                }
+                for shared, choice in zip(self.space.shared, allocation.choices, strict=True)
+            ],
+        }
+        report = replace(report, search=searched)
+        write_report(out, report)
+        self._kept_file().unlink(missing_ok=True)
+        return report
