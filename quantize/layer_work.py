@@ -8,6 +8,8 @@ stored, so that the loop can run it once more for the inputs of the next.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,29 @@ class InputStatistics:
         return int((self._sum_abs == 0).sum())
 
 
+class InputSample:
+    """Some of a linear's input tokens, evenly spread, and max|x| over all of them."""
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu", tokens_per_call: int = 32):
+        self.max_abs = torch.zeros(in_features, device=device)
+        self._tokens_per_call, self._kept = tokens_per_call, [torch.zeros(0, in_features, device=device)]
+
+    def add(self, x: Tensor) -> None:
+        """x: [..., in_features], the tokens of one call"""
+        x = x.reshape(-1, x.shape[-1]).to(torch.float32)
+        if len(x):
+            torch.maximum(self.max_abs, x.abs().amax(0), out=self.max_abs)
+            self._kept.append(x[:: -(-len(x) // self._tokens_per_call)].clone())
+
+    @property
+    def tokens(self) -> Tensor:
+        """[num_kept, in_features]"""
+        return torch.cat(self._kept)
+
+
+T = TypeVar("T", InputStatistics, InputSample)
+
+
 @dataclass(frozen=True)
 class LayerWork:
     """A decoder layer and all that a method may know of it. Names are relative to the layer.
@@ -83,16 +108,20 @@ class LayerWork:
         been called, so that measuring the first linears of a layer does not cost its last ones. A linear that no token
         reaches (an expert) has num_tokens 0.
         """
-        names = tuple(self.schemes if names is None else names)
-        recorder = _InputRecorder({name: self.linear(name) for name in names})
+        return self._watch(self.schemes if names is None else names, InputStatistics)
+
+    def sample_inputs(self, names: Iterable[str], num_tokens: int) -> dict[str, InputSample]:
+        """About `num_tokens` tokens of the inputs of `names`, from all samples alike; linears share as in `measure`."""
+        return self._watch(names, partial(InputSample, tokens_per_call=max(1, num_tokens // len(self.samples))))
+
+    def _watch(self, names: Iterable[str], make: Callable[[int, torch.device], T]) -> dict[str, T]:
+        recorder = _InputRecorder({name: self.linear(name) for name in names}, make)
         with recorder:
             for sample in self.samples:
                 recorder.begin()
-                try:
+                with suppress(_AllSeen):
                     self.run(sample)
-                except _AllSeen:
-                    continue
-        return recorder.statistics
+        return recorder.seen
 
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """The linears that are quantized, in the order in which a forward of the first sample calls them.
@@ -100,7 +129,7 @@ class LayerWork:
         Those that read one input make a stage, and so do those of all experts that have the same last word in their
         names (gate and up; down): none needs the output of another of its stage.
         """
-        recorder = _InputRecorder({name: self.linear(name) for name in self.schemes})
+        recorder = _InputRecorder({name: self.linear(name) for name in self.schemes}, InputSample)
         with recorder:
             recorder.begin()
             with suppress(_AllSeen):
@@ -125,13 +154,13 @@ class _AllSeen(Exception):  # noqa: N818 - no error: ends a forward of which not
     pass
 
 
-class _InputRecorder:
-    """Hooks on linears that add their inputs to statistics while it is open."""
+class _InputRecorder(Generic[T]):
+    """Hooks on linears that add their inputs to what `make` makes (of in_features and device), while it is open."""
 
-    def __init__(self, linears: dict[str, nn.Linear]):
-        self._linears = linears
-        self.owners: dict[str, str] = {}  # linear -> the one whose statistics it shares
-        self.statistics: dict[str, InputStatistics] = {}
+    def __init__(self, linears: dict[str, nn.Linear], make: Callable[[int, torch.device], T]):
+        self._linears, self._make = linears, make
+        self.owners: dict[str, str] = {}  # linear -> the one whose inputs it shares
+        self.seen: dict[str, T] = {}
 
     def __enter__(self) -> "_InputRecorder":
         self._hooks = [
@@ -144,7 +173,7 @@ class _InputRecorder:
         for hook in self._hooks:
             hook.remove()
         for name, linear in self._linears.items():
-            self.statistics.setdefault(name, InputStatistics(linear.in_features, linear.weight.device))
+            self.seen.setdefault(name, self._make(linear.in_features, linear.weight.device))
 
     def begin(self) -> None:
         self._inputs: dict[str, Tensor] = {}
@@ -154,11 +183,11 @@ class _InputRecorder:
         if self.owners.setdefault(name, owner) != owner:
             raise RuntimeError(f"{name} reads another input than in the sample before")
         if owner == name:
-            if name not in self.statistics:
-                self.statistics[name] = InputStatistics(x.shape[-1], x.device)
-            self.statistics[name].add(x)
+            if name not in self.seen:
+                self.seen[name] = self._make(x.shape[-1], x.device)
+            self.seen[name].add(x)
         else:
-            self.statistics[name] = self.statistics[owner]
+            self.seen[name] = self.seen[owner]
         self._inputs[name] = x
         if len(self._inputs) == len(self._linears):
             self._inputs = {}

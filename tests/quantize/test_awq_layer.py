@@ -60,7 +60,7 @@ def test_scales_are_equal_for_query_heads_that_share_a_kv_head(tiny_llama):
     bench = LayerBench(tiny_llama(**GQA_9_3))
     with bench.stream.layer(bench.index) as layer:
         wanted = torch.rand(144) + 0.5
-        scales = measured(bench.work(layer))._realize(bench.mappings[1], wanted).view(3, 3, 16)
+        scales = measured(bench.work(layer)).folding.realize(bench.mappings[1], wanted).view(3, 3, 16)
         assert bench.mappings[1].kind == "heads"
         for query in range(3):
             assert torch.allclose(scales[:, query], wanted.view(3, 3, 16).log().mean(1).exp())
