@@ -1,0 +1,175 @@
+"""Every kind of QuantizedWeight: its meaning element by element, its slices, and several stacked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.quantize.formats.packing import e2m1_to, pack_unsigned, to_e2m1
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, pack_int32, stack_rows
+from llmq.quantize.formats.scheme import FormatError, WeightScheme
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def make(kind, bits, strategy, out, in_, seed, *, zero=None, outer=0, block_rows=None, group_size=16, order=False):
+    """A random weight. zero: None, "int" or "float"; outer: how many groups share an outer scale."""
+    generator = torch.Generator().manual_seed(seed)
+    is_packed = not (kind == "float" and bits == 8)
+    scheme = WeightScheme(
+        kind,
+        bits,
+        strategy,
+        group_size if strategy in ("group", "block") else None,
+        zero is None,
+        layout="pack-quantized" if is_packed else "float-quantized",
+        has_offset=zero == "float",
+        block_rows=block_rows,
+        has_column_groups=order,
+    )
+    u = torch.randint(0, 1 << bits, (out, in_), generator=generator)
+    scale_shape = scheme.scale_shape((out, in_))
+    outer_shape = (out, scale_shape[1] // outer) if outer else None
+    half = 1 << (bits - 1)
+    return QuantizedWeight(
+        scheme,
+        (out, in_),
+        pack_unsigned(u, bits) if is_packed else torch.randn(out, in_, generator=generator).to(torch.float8_e4m3fn),
+        torch.randint(0, 64, scale_shape, generator=generator).to(torch.uint8)
+        if outer
+        else torch.rand(scale_shape, generator=generator),
+        torch.randint(-half, half, scale_shape, generator=generator, dtype=torch.int8) if zero == "int" else None,
+        offset=torch.randint(0, 64, scale_shape, generator=generator).to(torch.uint8) if zero == "float" else None,
+        outer_scale=torch.rand(outer_shape, generator=generator).half() if outer else None,
+        outer_offset=-torch.rand(outer_shape, generator=generator).half() if outer and zero == "float" else None,
+        column_order=torch.randperm(in_, generator=generator) if order else None,
+    )
+
+
+KINDS = st.sampled_from(
+    [
+        *(("int", bits, "group", {"zero": zero}) for bits in (2, 3, 4, 5, 6, 8) for zero in (None, "int")),
+        ("int", 4, "channel", {"zero": "int"}),
+        ("int", 4, "tensor", {}),
+        ("int", 4, "group", {"zero": "float"}),
+        ("int", 4, "group", {"zero": "float", "outer": 2}),
+        ("int", 6, "group", {"outer": 4}),
+        ("float", 4, "group", {"outer": 2}),
+        ("float", 8, "channel", {}),
+        ("float", 8, "tensor", {}),
+        ("float", 8, "block", {"block_rows": 8}),
+    ]
+)
+
+
+def by_definition(weight):
+    """float64, one element at a time."""
+    scheme, (out, in_) = weight.scheme, weight.shape
+    half = 1 << (scheme.bits - 1)
+    numbers = weight.integers()
+    dense = torch.zeros(out, in_, dtype=torch.float64)
+    for o in range(out):
+        row = {"tensor": 0, "block": o // (scheme.block_rows or 1)}.get(scheme.strategy, o)
+        for j in range(in_):
+            g = j // scheme.group_size if scheme.group_size else 0
+            n = float(numbers[o, j])
+
+            def whole(inner, outer, row=row, o=o, j=j, g=g):
+                wide = 1.0 if outer is None else float(outer[o, j * outer.shape[1] // in_])
+                return float(inner[row, g]) * wide
+
+            scale = whole(weight.scale, weight.outer_scale)
+            if weight.offset is not None:
+                value = (n + half) * scale + whole(weight.offset, weight.outer_offset)
+            else:
+                value = (n - (0 if weight.zero_point is None else float(weight.zero_point[row, g]))) * scale
+            dense[o, j if weight.column_order is None else weight.column_order[j]] = value
+    return dense
+
+
+@settings(max_examples=60, deadline=None)
+@given(KINDS, st.integers(0, 2**31), st.booleans())
+def test_the_definition(case, seed, order):
+    kind, bits, strategy, more = case
+    weight = make(kind, bits, strategy, 12, 64, seed, order=order and strategy == "group", **more)
+    torch.testing.assert_close(weight.dequantize().double(), by_definition(weight), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(KINDS, st.integers(0, 2**31), st.data())
+def test_slices_are_slices(case, seed, data):
+    kind, bits, strategy, more = case
+    weight = make(kind, bits, strategy, 24, 128, seed, **more)
+    dense = weight.dequantize()
+    start = data.draw(st.integers(0, 23))
+    stop = data.draw(st.integers(start + 1, 24))
+    rows = weight.slice_rows(start, stop)
+    assert rows.shape == (stop - start, 128)
+    assert torch.equal(rows.dequantize(), dense[start:stop])
+    steps = 128 // weight.column_step
+    first = data.draw(st.integers(0, steps - 1))
+    last = data.draw(st.integers(first + 1, steps))
+    columns = weight.slice_columns(first * weight.column_step, last * weight.column_step)
+    part = dense[:, first * weight.column_step : last * weight.column_step]
+    assert torch.equal(columns.dequantize(), part)
+    assert torch.equal(columns.slice_rows(start, stop).dequantize(), part[start:stop])
+    assert columns.num_bytes <= weight.num_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(KINDS, st.integers(0, 2**31))
+def test_stacked_rows_are_the_rows_of_each(case, seed):
+    kind, bits, strategy, more = case
+    parts = [make(kind, bits, strategy, out, 64, seed + out, **more) for out in (16, 12, 20)]
+    stacked = stack_rows(parts)
+    assert stacked.shape == (48, 64)
+    assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_what_differs_is_not_stacked():
+    weight = make("int", 4, "group", 8, 64, 0, order=True)
+    other = replace(weight, column_order=weight.column_order.flip(0))
+    assert stack_rows([weight, weight]).out_features == 16
+    assert stack_rows([weight, other]) is None
+    assert stack_rows([weight, make("int", 8, "group", 8, 64, 0)]) is None
+    assert stack_rows([replace(weight, input_scale=torch.tensor(1.0)), weight]) is None
+
+
+def test_a_slice_inside_a_group_is_refused_with_the_sizes_that_work():
+    weight = make("int", 4, "group", 8, 576, 0, group_size=64)
+    assert weight.column_step == 64
+    with pytest.raises(FormatError, match="multiple of 64; equal parts: 576, 192, 64"):
+        weight.slice_columns(0, 288)
+    with pytest.raises(FormatError, match="activation order"):
+        make("int", 4, "group", 8, 64, 0, order=True).slice_columns(0, 32)
+
+
+def test_slices_share_the_memory_of_the_whole():
+    weight = make("int", 4, "group", 8, 64, 0)
+    part = weight.slice_rows(2, 4).slice_columns(16, 48)
+    assert part.values.untyped_storage().data_ptr() == weight.values.untyped_storage().data_ptr()
+    assert part.contiguous().values.untyped_storage().nbytes() == 2 * 32 // 2
+
+
+def test_e2m1_is_its_table_and_rounds_to_the_nearest():
+    codes = torch.arange(16, dtype=torch.uint8)
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    assert torch.equal(e2m1_to(codes, torch.float32), table)
+    assert torch.equal(to_e2m1(table), codes)
+    x = torch.linspace(-7, 7, 2001)
+    nearest = (x[:, None] - table).abs().min(dim=1).values
+    torch.testing.assert_close((e2m1_to(to_e2m1(x), torch.float32) - x).abs(), nearest)
+    assert to_e2m1(torch.tensor([0.25, 0.75, 2.5, 5.0, 100.0])).tolist() == [0, 2, 4, 6, 7]  # ties to even
+
+
+def test_bf16_rounds_once():
+    weight = make("int", 4, "group", 8, 64, 0, zero="int")
+    weight = replace(weight, scale=weight.scale.bfloat16())
+    assert torch.equal(weight.dequantize(torch.bfloat16), weight.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_streams_of_odd_bits_are_dense(bits):
+    assert pack_int32(torch.zeros(4, 96, dtype=torch.int8), bits).numel() * 32 == 4 * 96 * bits
