@@ -65,7 +65,7 @@ def batch(
     requests = BatchFile.index(file)
     name, served_name = _model_names(requests, model, served_model_name)
     with console.progress() as progress:
-        folder = find_model(name, progress=progress)
+        folder = find_model(name, keep_blocks=True, progress=progress)
     config = msgspec.structs.replace(config, model=str(folder))
     # What decides a result. How many run at once does not.
     job = {

@@ -164,7 +164,7 @@ def _server(target: str, options: list[str], interactive: bool) -> Iterator[str]
     from llmq.profiles.checkpoint import find_model
 
     with console.progress() as progress:
-        folder = find_model(target, progress=progress)
+        folder = find_model(target, keep_blocks=True, progress=progress)
     if interactive:
         console.status(f"llmq chat: loading {folder}")
     with serving(folder, *options) as url:

@@ -62,8 +62,8 @@ def evaluate(
         result.check_output_path(output)
     text = _read_text(ppl or BUILTIN) if wants_text else None
     with console.progress() as progress:
-        folder = find_model(model, progress=progress)
-        baseline_folder = find_model(baseline, progress=progress) if baseline else None
+        folder = find_model(model, keep_blocks=True, progress=progress)
+        baseline_folder = find_model(baseline, keep_blocks=True, progress=progress) if baseline else None
     loaded = _load_tasks(tasks, data) if wants_tasks else None
 
     record = result.new_record() | {"model": None, "baseline": None, "text": None, "tasks": None}

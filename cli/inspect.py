@@ -53,7 +53,7 @@ def inspect(
     from llmq.profiles.tokenizer_facts import tokenizer_facts
 
     with console.progress() as progress:
-        path = find_model(model, config_only=True, progress=progress)
+        path = find_model(model, config_only=True, keep_blocks=True, progress=progress)
     named = parse_model_name(model)
     checkpoint = read_gguf(named.path) if named.kind == "gguf" else read_checkpoint(path)
     modules = modules_of(checkpoint.tensors.values(), checkpoint.quantization)

@@ -46,7 +46,7 @@ def kv_budget(
     from llmq.runtime.dtypes import Dtypes, parse_dtype
 
     with console.progress() as progress:
-        path = find_model(model, config_only=True, progress=progress)
+        path = find_model(model, config_only=True, keep_blocks=True, progress=progress)
     config = read_config(path)
     architecture = ModelArchitecture.from_config(config)
     engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))

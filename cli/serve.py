@@ -127,7 +127,7 @@ def serve(
         threads=threads,
     )
     with console.progress() as progress:
-        path = find_model(model, progress=progress)
+        path = find_model(model, keep_blocks=True, progress=progress)
     engine = msgspec.structs.replace(engine, model=str(path))
     _check_memory(path, engine)
     console.status(f"llmq serve: loading {path}")

@@ -13,11 +13,14 @@ from llmq.profiles.progress import Progress, silent
 from llmq.profiles.safetensors_file import REMOTE_HEADERS, TensorInfo, parse_header, read_header
 
 
-def find_model(name: str, *, config_only: bool = False, progress: Progress | None = None) -> Path:
+def find_model(
+    name: str, *, config_only: bool = False, keep_blocks: bool = False, progress: Progress | None = None
+) -> Path:
     """The local folder of a model: a folder, a .gguf file, an alias (`smollm2-135m`) or a hub id (`org/name`).
 
     The folder holds config.json, safetensors and the tokenizer's files. `config_only`: config.json is enough (and
-    `name` may be such a file itself); weights are not downloaded or converted for it. Raises InputError that names
+    `name` may be such a file itself); weights are not downloaded or converted for it. `keep_blocks`: of a .gguf file
+    a folder whose linears stay in its blocks, for the runtime; else they are made bf16. Raises InputError that names
     what is missing, and the nearest folder for a mistyped path, which is never looked up on the hub.
     """
     progress = progress or silent
@@ -31,7 +34,9 @@ def find_model(name: str, *, config_only: bool = False, progress: Progress | Non
     if parsed.kind == "gguf":
         from llmq.profiles import gguf_convert
 
-        return gguf_convert.config_only(parsed.path) if config_only else gguf_convert.converted(parsed.path, progress)
+        if config_only:
+            return gguf_convert.config_only(parsed.path, keep_blocks)
+        return gguf_convert.converted(parsed.path, progress, keep_blocks)
     return _remote(parsed, config_only, progress)
 
 

@@ -1,4 +1,7 @@
-"""A GGUF file as a bf16 Hugging Face folder in llmq's cache: made once, whole or not at all, then reused."""
+"""A GGUF file as a Hugging Face folder in llmq's cache: made once, whole or not at all, then reused.
+
+Its tensors are bf16, or the linears stay in the file's own blocks (`keep_blocks`), for the runtime to multiply by.
+"""
 
 import hashlib
 import json
@@ -11,39 +14,49 @@ import numpy as np
 
 from llmq.profiles.cache import cache_dir, locked, require_free_space, whole_folder
 from llmq.profiles.checkpoint import Checkpoint
+from llmq.profiles.gguf_blocks import BLOCK_TYPES
 from llmq.profiles.gguf_config import generation_config, model_config
 from llmq.profiles.gguf_file import read_gguf_file
 from llmq.profiles.gguf_tokenizer import write_tokenizer
-from llmq.profiles.gguf_weights import GGUFTensor, bf16_chunks, list_tensors
+from llmq.profiles.gguf_weights import GGUFTensor, Written, in_bf16, in_blocks, list_tensors
 from llmq.profiles.progress import Progress, silent
-from llmq.profiles.safetensors_file import write_file
+from llmq.profiles.safetensors_file import REMOTE_HEADERS, header_of, write_file
 
 # Part of the cache key: raise it when a conversion comes out differently, so that old results are made anew.
 CONVERTER = 2
+_BLOCKS = 1  # likewise, of folders that keep blocks
 _SHARD_BYTES = 5 * 10**9
 
 
-def converted(source: Path, progress: Progress = silent) -> Path:
+def converted(source: Path, progress: Progress = silent, keep_blocks: bool = False) -> Path:
     """The folder of `source`, converted now if it was not yet. Raises InputError for what it cannot convert exactly."""
-    target = cache_dir() / "gguf" / f"{source.stem}-{_fingerprint(source)}"
+    target = _target(source, keep_blocks)
     with locked(target):
         if not target.exists():
             with whole_folder(target) as folder:
-                convert(source, folder, progress)
+                convert(source, folder, progress, keep_blocks)
     return target
 
 
-def config_only(source: Path) -> Path:
-    """The folder of `source` when it is converted already, else one with everything but the weights."""
-    full = cache_dir() / "gguf" / f"{source.stem}-{_fingerprint(source)}"
+def config_only(source: Path, keep_blocks: bool = False) -> Path:
+    """The folder of `source` when it is converted already, else one with everything but the weights, which says what
+    tensors those would be."""
+    full = _target(source, keep_blocks)
     if full.exists():
         return full
     target = full.with_name(full.name + "-config")
     with locked(target):
         if not target.exists():
             with whole_folder(target) as folder:
-                _write_small_files(_GGUF(source), folder)
+                gguf = _GGUF(source, keep_blocks)
+                _write_small_files(gguf, folder)
+                _write_json(folder / REMOTE_HEADERS, {"model.safetensors": header_of(one.info for one in gguf.written)})
     return target
+
+
+def _target(source: Path, keep_blocks: bool) -> Path:
+    kind = f"-blocks{_BLOCKS}" if keep_blocks else ""
+    return cache_dir() / "gguf" / f"{source.stem}-{_fingerprint(source)}{kind}"
 
 
 def read_gguf(source: Path) -> Checkpoint:
@@ -61,12 +74,12 @@ def read_gguf(source: Path) -> Checkpoint:
     return Checkpoint(source, gguf.config, tensors, None)
 
 
-def convert(source: Path, folder: Path, progress: Progress = silent) -> None:
-    """Write the Hugging Face folder of `source` into the empty `folder`: config, tokenizer, template, bf16 weights."""
-    gguf = _GGUF(source)
-    require_free_space(folder, sum(tensor.info.num_bytes for tensor in gguf.tensors), f"the bf16 copy of {source.name}")
+def convert(source: Path, folder: Path, progress: Progress = silent, keep_blocks: bool = False) -> None:
+    """Write the Hugging Face folder of `source` into the empty `folder`: config, tokenizer, template, weights."""
+    gguf = _GGUF(source, keep_blocks)
+    require_free_space(folder, sum(one.info.num_bytes for one in gguf.written), f"the copy of {source.name}")
     _write_small_files(gguf, folder)
-    _write_weights(gguf.tensors, folder, progress)
+    _write_weights(gguf.written, folder, progress)
 
 
 def _fingerprint(source: Path) -> str:
@@ -82,9 +95,9 @@ def _write_small_files(gguf: "_GGUF", folder: Path) -> None:
 
 
 class _GGUF:
-    """An open GGUF: its metadata, its tensors under their new names, and the config.json that describes them."""
+    """An open GGUF: its metadata, its tensors under their new names, what is written of them, and the config.json."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, keep_blocks: bool = False) -> None:
         file = read_gguf_file(source)
         self.fields = file.fields
         arch = str(self.fields.get("general.architecture"))
@@ -95,20 +108,33 @@ class _GGUF:
         factors = [tensor.data.view(np.float32) for tensor in file.tensors if tensor.name == "rope_freqs.weight"]
         shapes = {tensor.info.name: tensor.info.shape for tensor in self.tensors}
         self.config = model_config(self.fields, shapes, factors[0] if factors else None)
+        write = in_blocks if keep_blocks else in_bf16
+        self.written = [one for tensor in self.tensors for one in write(tensor)]
+        if keep_blocks and (types := _types_kept(self.tensors)):
+            self.config["quantization_config"] = {"quant_method": "gguf", "modules": types}
 
 
-def _write_weights(tensors: list[GGUFTensor], folder: Path, progress: Progress) -> None:
+def _types_kept(tensors: list[GGUFTensor]) -> dict[str, str]:
+    """Linear -> GGUF type, of those that stay in their blocks."""
+    return {
+        tensor.info.name.removesuffix(".weight"): tensor.source.type_name
+        for tensor in tensors
+        if tensor.is_linear and tensor.source.type_name in BLOCK_TYPES
+    }
+
+
+def _write_weights(tensors: list[Written], folder: Path, progress: Progress) -> None:
     shards = _shards(tensors)
     total = sum(tensor.info.num_bytes for tensor in tensors)
     done = 0
 
-    def chunks(shard: list[GGUFTensor]) -> Iterator[bytes]:
+    def chunks(shard: list[Written]) -> Iterator[bytes]:
         nonlocal done
         for tensor in shard:
-            for chunk in bf16_chunks(tensor):
+            for chunk in tensor.chunks():
                 yield chunk
                 done += len(chunk)
-                progress("converting GGUF to bf16", done, total, unit="B")
+                progress("converting GGUF", done, total, unit="B")
 
     weight_map = {}
     for number, shard in enumerate(shards, 1):
@@ -121,8 +147,8 @@ def _write_weights(tensors: list[GGUFTensor], folder: Path, progress: Progress) 
         )
 
 
-def _shards(tensors: list[GGUFTensor]) -> list[list[GGUFTensor]]:
-    shards: list[list[GGUFTensor]] = [[]]
+def _shards(tensors: list[Written]) -> list[list[Written]]:
+    shards: list[list[Written]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.info.num_bytes > _SHARD_BYTES:

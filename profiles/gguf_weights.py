@@ -1,14 +1,16 @@
-"""The tensors of a GGUF file under their Hugging Face names, in bf16, without torch and one piece at a time."""
+"""The tensors of a GGUF file under their Hugging Face names, in bf16 or in its own blocks, one piece at a time."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from llmq.profiles.errors import InputError
+from llmq.profiles.gguf_blocks import BLOCK_TYPES, part_chunks
 from llmq.profiles.gguf_file import StoredTensor
-from llmq.profiles.safetensors_file import TensorInfo
+from llmq.profiles.safetensors_file import TensorInfo, tensor_bytes
 
 # GGUF name -> Hugging Face name; `{}` is the layer. Names that are not here are refused, never dropped.
 _MODEL_NAMES = {
@@ -49,6 +51,40 @@ class GGUFTensor:
     source: StoredTensor
     row_order: np.ndarray | None  # rows to take, in order; None: as they lie
     minus: float = 0.0  # what llama.cpp's converter has added to every element
+
+    @property
+    def is_linear(self) -> bool:
+        return len(self.info.shape) == 2 and self.info.name.endswith(("_proj.weight", "lm_head.weight"))
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of a converted folder, and its bytes, a few rows at a time."""
+
+    info: TensorInfo
+    chunks: Callable[[], Iterator[bytes]]
+
+
+def in_bf16(tensor: GGUFTensor) -> list[Written]:
+    return [Written(tensor.info, lambda: bf16_chunks(tensor))]
+
+
+def in_blocks(tensor: GGUFTensor) -> list[Written]:
+    """The parts of a linear's blocks as they are, if the runtime multiplies by its type; else `in_bf16`."""
+    kind = BLOCK_TYPES.get(tensor.source.type_name) if tensor.is_linear else None
+    if kind is None:
+        return in_bf16(tensor)
+    num_rows, width = tensor.info.shape
+    blocks = width // kind.elements
+    written = []
+    for suffix, part in kind.parts.items():
+        shape = (num_rows, blocks * part.per_block)
+        name = f"{tensor.info.name.removesuffix('.weight')}.{suffix}"
+        info = TensorInfo(name, part.dtype, shape, tensor_bytes(part.dtype, shape), "")
+        block_bytes = tensor.source.data.shape[1] // blocks
+        chunks = partial(part_chunks, part, tensor.source.data, block_bytes, tensor.row_order)
+        written.append(Written(info, chunks))
+    return written
 
 
 def list_tensors(stored: list[StoredTensor], architecture: str, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:

@@ -84,8 +84,8 @@ def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
     return count * DTYPE_BITS[dtype] // 8
 
 
-def write_file(path: Path, tensors: Iterable[TensorInfo], chunks: Iterator[bytes]) -> None:
-    """Write `tensors` in this order from `chunks`, whose lengths must add up to theirs; nothing else is held."""
+def header_of(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    """The header of a file that holds `tensors` one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     offset = 0
     for tensor in tensors:
@@ -95,10 +95,17 @@ def write_file(path: Path, tensors: Iterable[TensorInfo], chunks: Iterator[bytes
             "data_offsets": [offset, offset + tensor.num_bytes],
         }
         offset += tensor.num_bytes
+    return header
+
+
+def write_file(path: Path, tensors: Iterable[TensorInfo], chunks: Iterator[bytes]) -> None:
+    """Write `tensors` in this order from `chunks`, whose lengths must add up to theirs; nothing else is held."""
+    header = header_of(tensors)
+    end = max((entry["data_offsets"][1] for entry in _entries(header).values()), default=0)
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         written = sum(file.write(chunk) for chunk in chunks)
-    if written != offset:
-        raise ValueError(f"{path}: {written} bytes of tensors written, {offset} declared")
+    if written != end:
+        raise ValueError(f"{path}: {written} bytes of tensors written, {end} declared")

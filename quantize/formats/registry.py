@@ -7,6 +7,7 @@ from llmq.quantize.formats.awq import AWQFormat, AWQWriter
 from llmq.quantize.formats.base import CheckpointFormat, FormatWriter
 from llmq.quantize.formats.compressed_tensors import CompressedTensorsWriter, QuantizationConfig
 from llmq.quantize.formats.fp8 import FP8Format, FP8Writer
+from llmq.quantize.formats.gguf import GGUFFormat
 from llmq.quantize.formats.gptq import GPTQFormat, GPTQWriter
 from llmq.quantize.formats.scheme import FormatError
 
@@ -16,6 +17,7 @@ READERS: dict[str, Callable[[dict[str, Any], Collection[str]], CheckpointFormat]
     "gptq": GPTQFormat.from_config,
     "awq": AWQFormat.from_config,
     "fp8": FP8Format.from_config,
+    "gguf": GGUFFormat.from_config,
 }
 
 WRITERS: dict[str, FormatWriter] = {

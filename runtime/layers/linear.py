@@ -60,9 +60,12 @@ class PackedInt4Linear(WeightOnlyLinear):
         self.group_size = weight.scheme.group_size
         stored = weight.integers().to(torch.int32) + 8  # 0 … 15
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
-        scale = weight.scale.float()
+        scale, offset = weight.scales(), weight.offsets()
         # The product's own form is (stored - 8) * scale + zero.
-        zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
+        if offset is not None:
+            zero = offset + 8 * scale
+        else:
+            zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
         self.scales_and_zeros = torch.stack((scale, zero), dim=2).transpose(0, 1).contiguous().to(dtype)
         self.num_bytes += self.packed.nbytes + self.scales_and_zeros.nbytes
 
@@ -72,7 +75,7 @@ class PackedInt4Linear(WeightOnlyLinear):
         return (
             weight.values.device.type == "cpu"
             and dtype == torch.bfloat16
-            and scheme.bits == 4
+            and (scheme.kind, scheme.bits) == ("int", 4)
             and scheme.strategy == "group"
             and scheme.group_size in PACKED_INT4_GROUP_SIZES
             and weight.column_order is None
