@@ -190,7 +190,7 @@ def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path, 
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        ("awq", {"bits": 3}, "--bits 3"),
+        ("awq", {"bits": 5}, "--bits 5"),
         ("smoothquant", {"bits": 4}, "--rtn"),
         ("rtn", {"options": MethodOptions(damp=0.1)}, "--damp is GPTQ's"),
         ("gptq", {"options": MethodOptions(damp=-1.0)}, "above 0"),
