@@ -1,9 +1,10 @@
 """Our methods by name, and one decoder layer taken through those that its linears are to have."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from llmq.quantize import awq, awq_layer
+from llmq.quantize import awq, awq_layer, gptq, gptq_layer
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_work import LayerOutcome, LayerWork, LinearOutcome, Method
 from llmq.quantize.recipe import METHODS, LinearSettings, MethodOptions
@@ -26,11 +27,12 @@ def round_layer(work: LayerWork) -> LayerOutcome:
 
 _OURS: dict[str, Callable[[MethodOptions], Method]] = {
     "awq": lambda options: awq_layer.quantize_layer,
+    "gptq": lambda options: partial(gptq_layer.quantize_layer, damping=options.damp or gptq.DAMPING),
     "rtn": lambda options: round_layer,
 }
 
 # What a method looks at, for the report.
-SETTINGS: dict[str, dict[str, Any]] = {"awq": awq.SETTINGS}
+SETTINGS: dict[str, dict[str, Any]] = {"awq": awq.SETTINGS, "gptq": gptq.SETTINGS}
 
 
 def quantize_layer(

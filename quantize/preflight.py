@@ -118,7 +118,7 @@ def _check_architecture(source: Checkpoint, recipe: Recipe) -> None:
     if recipe.backend == "llmcompressor" and architecture.family is not None and architecture.family.experts:
         raise InputError(
             f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
-            "they are stored one by one; --rtn and --awq quantize them"
+            "they are stored one by one; --gptq, --awq and --rtn quantize them"
         )
 
 

@@ -31,7 +31,7 @@ class MethodTraits:
 
 METHODS: dict[Method, MethodTraits] = {
     "awq": MethodTraits("AWQ", (4, 3, 8), False, True, True, moves_scales=True),
-    "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=("llmcompressor",)),
+    "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=("llmq", "llmcompressor")),
     "rtn": MethodTraits("round to nearest", (4, 3, 8), False, True, False),
     "smoothquant": MethodTraits(
         "SmoothQuant, INT8 weights and activations",

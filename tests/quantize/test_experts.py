@@ -36,7 +36,7 @@ def test_the_router_is_left_alone(mixture):
     assert not any(name.endswith(".gate") for name in kinds)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "smoothquant"])
+@pytest.mark.parametrize("method", ["fp8", "smoothquant"])
 def test_what_cannot_be_done_with_experts_is_refused_before_work(mixture, tmp_path, method):
     with pytest.raises(InputError, match="mixtral"):
         preflight(read_checkpoint(mixture), Recipe.of(method), tmp_path / "out")

@@ -12,7 +12,7 @@ from llmq.quantize.calibration import load_calibration, load_tokenizer
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
 from llmq.quantize.formats.registry import format_of
 from llmq.quantize.preflight import FP8_KV
-from llmq.quantize.recipe import LinearSettings, Rule
+from llmq.quantize.recipe import LinearSettings, MethodOptions, Rule
 from llmq.quantize.report import REPORT_FILE
 from llmq.quantize.report_html import REPORT_PAGE
 
@@ -388,3 +388,19 @@ def test_calibrated_kv_scales_are_the_largest_k_and_v(source, run_quantize, cali
             scale = tensors[f"model.layers.{layer}.self_attn.{kind}_scale"]
             assert scale.shape == (1,)
             torch.testing.assert_close(scale.float()[0], largest[layer, place] / 448, rtol=0.02, atol=0)
+
+
+def test_one_short_text_is_enough_and_is_said_aloud(source, run_quantize, tmp_path):
+    """C03: of three tokens the Hessian has no inverse; damping is raised step by step, or the linear rounded."""
+    calib = tmp_path / "one.jsonl"
+    calib.write_text('{"text": "abc"}')
+    options = MethodOptions(damp=1e-4)
+    report = run_quantize(source, tmp_path / "out", "gptq", calib, group_size="32", options=options)
+    assert report.calibration["num_tokens"] == 3
+    assert any(w.startswith("3 calibration tokens used") and "rank < in_features" in w for w in report.warnings)
+    assert all(entry.num_tokens == 3 for entry in report.linears)
+    raised = [entry for entry in report.linears if (entry.damping or 0) > 1e-4 * 1.001]
+    assert bool(raised) == any("damping raised from 0.0001 to" in w for w in report.warnings)
+    rounded = [entry for entry in report.linears if entry.damping is None]
+    assert bool(rounded) == any("rounded to nearest" in w for w in report.warnings)
+    assert torch.isfinite(transformers_model(tmp_path / "out")(torch.arange(3, 35).unsqueeze(0)).logits).all()
