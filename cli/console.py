@@ -6,10 +6,12 @@ rich is imported when something is drawn: importing this module costs nothing, s
 import contextlib
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
 from llmq.profiles.units import format_bytes, format_bytes_exact
 
@@ -36,17 +38,18 @@ _UNLIMITED_WIDTH = 10_000  # of a pipe: a table is then as wide as its cells
 
 def print_text(text: str = "") -> None:
     """A line of the result, as it is, to stdout."""
-    print(text, flush=True)
+    write(text + "\n")
 
 
 def write(text: str) -> None:
     """A piece of a line of the result, at once: text that is still being written."""
-    print(text, end="", flush=True)
+    with _results() as stdout:
+        stdout.write(text)
 
 
 def print_json(content: Any) -> None:
     """`content` as one JSON object on stdout: what `--json` prints, and all that it prints."""
-    print(json.dumps(content, indent=2, ensure_ascii=False), flush=True)
+    print_text(json.dumps(content, indent=2, ensure_ascii=False))
 
 
 def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -75,7 +78,7 @@ def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequen
             table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
         else:
             table.add_section()
-    _stdout().print(table)
+    _print(table)
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -83,14 +86,14 @@ def print_notes(notes: Sequence[str]) -> None:
     from rich.text import Text
 
     for note in notes:
-        _stdout().print(Text(f"- {note}"))
+        _print(Text(f"- {note}"))
 
 
 def heading(text: str) -> None:
     """A line of the result that names what follows."""
     from rich.text import Text
 
-    _stdout().print(Text(text, style="bold"))
+    _print(Text(text, style="bold"))
 
 
 def status(message: str) -> None:
@@ -163,10 +166,34 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _stdout() -> "Console":
+@contextlib.contextmanager
+def _results() -> Iterator[TextIO]:
+    """stdout, flushed afterwards. Raises FailedError where it takes no more: a result of which a part is missing is
+    none."""
+    if sys.stdout is None:
+        raise FailedError("standard output is closed: there is nowhere to write the result")
+    try:
+        yield sys.stdout
+        sys.stdout.flush()
+    except OSError as error:
+        forget_stdout()
+        raise FailedError(f"standard output took only a part of the result: {error.strerror}") from None
+
+
+def forget_stdout() -> None:
+    """What is left in its buffer goes nowhere: Python would try again at the end, and complain again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _print(drawn: Any) -> None:
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _UNLIMITED_WIDTH)
+    with _results() as stdout:
+        console = Console(width=None if stdout.isatty() else _UNLIMITED_WIDTH)
+        with console.capture() as captured:
+            console.print(drawn)
+        stdout.write(captured.get())
 
 
 @functools.cache

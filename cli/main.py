@@ -1,6 +1,8 @@
 """The `llmq` command: a verb is one module of this folder, imported when it is named."""
 
+import contextlib
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -20,6 +22,10 @@ VERBS = {
     "inspect": "What is in a checkpoint: architecture, format of each layer, bytes.",
     "doctor": "What this machine has and lacks, and what each lack means.",
 }
+
+
+# What no program can help, wherever it meets it: a full disk, a closed pipe.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
 class VerbGroup(TyperGroup):
@@ -79,8 +85,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        exit_code = getattr(error, "exit_code", None)
+        exit_code, said = getattr(error, "exit_code", None), str(error)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            from llmq.cli.console import forget_stdout
+
+            forget_stdout()
+            exit_code, said = 1, error.strerror + (f": {error.filename}" if error.filename else "")
         if not isinstance(exit_code, int):
             raise
-        print(f"llmq: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"llmq: {said}", file=sys.stderr)
         sys.exit(exit_code)

@@ -1,7 +1,5 @@
 """The story that a verb tells while it works, step by step."""
 
-import sys
-
 from llmq.cli import console
 
 
@@ -31,5 +29,4 @@ class Narrator:
     def piece(self, text: str) -> None:
         """A piece of a line that is still being written."""
         if not self._is_silent:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            console.write(text)

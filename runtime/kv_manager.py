@@ -99,7 +99,7 @@ class KVCacheManager:
                         self.pool.reuse(block)
             held = tuple(list(blocks) for blocks in hit.blocks)
             self._num_registered[name] = [len(blocks) for blocks in held]
-            self.prefix_cache_queries += request.num_tokens
+            self.prefix_cache_queries += request.num_tokens if self.enable_prefix_caching else 0
             self.prefix_cache_hits += hit.num_tokens
             self._announce(request)
         news = self._news.setdefault(

@@ -1,15 +1,16 @@
 """The results of a batch: appended line by line, durable in groups, and taken up again after any end."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmq.profiles.errors import InputError
+from llmq.profiles.errors import FailedError, InputError
 
 SYNC_LINES, SYNC_S = 64, 1.0
 _SAMPLES, _SAMPLE_BYTES = 16, 65_536  # of each weight file
@@ -44,13 +45,36 @@ class BatchOutput:
     def __enter__(self) -> "BatchOutput":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._sync()
-        self._file.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            with self._told():
+                self._sync()
+                self._file.close()
+        except FailedError:
+            if kind is None:  # else it has been told
+                raise
+        finally:
+            with contextlib.suppress(OSError):  # a close that fails to write closes all the same
+                self._file.close()
 
     def append(self, custom_id: str, status: int, result: dict[str, Any]) -> None:
-        self._file.write(json.dumps(result, ensure_ascii=False).encode(errors="replace") + b"\n")
-        self._file.flush()
+        """Raises FailedError where the disk takes no more."""
+        with self._told():
+            self._file.write(json.dumps(result, ensure_ascii=False).encode(errors="replace") + b"\n")
+            self._file.flush()
+            self._note(custom_id, status)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FailedError(
+                f"{self.path}: cannot be written any further: {error.strerror}. Whole lines stay, a last one without "
+                "an end goes: with room again, the same command goes on from there"
+            ) from None
+
+    def _note(self, custom_id: str, status: int) -> None:
         self.statuses[custom_id] = status
         self._unsynced += 1
         if self._unsynced >= SYNC_LINES or self._clock() - self._synced_s >= SYNC_S:
@@ -71,7 +95,10 @@ class BatchOutput:
         if not record.exists():
             if self._file.seek(0, os.SEEK_END):
                 raise InputError(f"{self.path} is there and not of this command: choose another -o, or remove it")
-            _write_durably(record, job)
+            try:
+                _write_durably(record, job)
+            except OSError as error:
+                raise FailedError(f"{record}: cannot be written: {error.strerror}") from None
             return
         try:
             before = json.loads(record.read_text(encoding="utf-8"))
@@ -128,8 +155,12 @@ def _sample_offsets(size: int) -> list[int]:
 
 def _write_durably(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    try:
+        with open(unfinished, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

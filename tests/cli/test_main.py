@@ -1,6 +1,8 @@
 """Case C30: the command answers at once, imports nothing heavy, and a typo is an answer."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -98,3 +100,38 @@ def test_a_pipe_that_closes_is_no_traceback():
         process.stdout.close()
         errors = process.stderr.read()
     assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["kv-budget", "CONFIG"], ["kv-budget", "CONFIG", "--json"]], ids=len)
+def test_a_full_disk_under_stdout_is_a_message(tiny_llama, arguments):
+    folder = str(tiny_llama())
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*LLMQ, *(folder if one == "CONFIG" else one for one in arguments)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"llmq: .*No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_a_pipe_that_nobody_reads_any_more_is_a_message(tiny_llama, json_flag):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*LLMQ, "kv-budget", str(tiny_llama()), *json_flag], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(write)
+    assert done.returncode == 1
+    assert done.stderr == "llmq: standard output took only a part of the result: Broken pipe\n"
+
+
+def test_a_result_without_a_stdout_is_a_message(tiny_llama):
+    command = shlex.join([*LLMQ, "kv-budget", str(tiny_llama())])
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "llmq: standard output is closed: there is nowhere to write the result\n"

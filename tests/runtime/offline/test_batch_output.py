@@ -1,9 +1,12 @@
+import contextlib
 import json
 import os
+import resource
+from collections.abc import Iterator
 
 import pytest
 
-from llmq.profiles.errors import InputError
+from llmq.profiles.errors import FailedError, InputError
 from llmq.runtime.offline import batch_output
 from llmq.runtime.offline.batch_output import SYNC_LINES, BatchOutput, model_identity
 
@@ -107,3 +110,42 @@ def test_the_identity_of_a_model_is_of_its_content(tmp_path):
     content[-1] ^= 1
     weights.write_bytes(content)
     assert model_identity(tmp_path) != before
+
+
+@contextlib.contextmanager
+def room(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond that: what a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_gone_on_from(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with BatchOutput(path, JOB) as output:
+            for number in range(9):
+                output.append(str(number), 200, result(str(number)))
+
+    with room(200), pytest.raises(FailedError, match=r"File too large.*the same command goes on"):
+        write()
+    assert len(path.read_bytes()) == 200
+    assert not path.read_bytes().endswith(b"\n"), "a torn line: else this test shows nothing"
+    with BatchOutput(path, JOB) as output:
+        whole = len(output.statuses)
+        assert 1 <= whole < 9
+        output.append("last", 200, result("last"))
+    lines = [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+    assert lines == [*map(str, range(whole)), "last"]
+
+
+def test_without_room_for_the_job_nothing_is_begun(tmp_path):
+    with room(10), pytest.raises(FailedError, match="cannot be written"):
+        BatchOutput(tmp_path / "out.jsonl", JOB)
+    assert not list(tmp_path.glob("*.job*"))
+    with BatchOutput(tmp_path / "out.jsonl", JOB) as output:
+        assert output.statuses == {}
