@@ -51,6 +51,11 @@ def chat(
     options = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
     if options and _is_url(target):
         raise InputError(f"{options[0]} is of a model served here, and {target} is a server already: leave it away")
+    if model is not None and not _is_url(target):
+        raise InputError(
+            f"--model {model} is one of a server's models, and {target} is to be served here: "
+            f"name the model alone, llmq chat {model}, or a server's URL"
+        )
     with _server(target, options, interactive) as url:
         name = _model_name(url, model, api_key)
         if interactive:

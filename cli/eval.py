@@ -60,6 +60,10 @@ def evaluate(
 
     if output:
         result.check_output_path(output)
+    if tasks:
+        from llmq.evals.tasks import check_task_names
+
+        check_task_names(_names(tasks))
     text = _read_text(ppl or BUILTIN) if wants_text else None
     with console.progress() as progress:
         folder = find_model(model, keep_blocks=True, progress=progress)
@@ -170,6 +174,10 @@ def _read_text(source: str) -> str:
     return builtin_text("heldout") if source == BUILTIN else read_text(Path(source))
 
 
+def _names(tasks: str | None) -> list[str]:
+    return [name.strip() for name in (tasks or "").split(",") if name.strip()]
+
+
 def _load_tasks(names: str | None, data: Path | None) -> "LoadedTasks":
     try:
         import lm_eval  # noqa: F401
@@ -178,7 +186,7 @@ def _load_tasks(names: str | None, data: Path | None) -> "LoadedTasks":
     from llmq.evals.own_set import as_lm_eval_task, read_own_set
     from llmq.evals.tasks import LoadedTasks, load_named_tasks
 
-    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    wanted = _names(names)
     loaded = load_named_tasks(wanted) if wanted else LoadedTasks()
     if data:
         own_set = read_own_set(data)

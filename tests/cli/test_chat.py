@@ -169,6 +169,11 @@ def test_what_a_server_decides_itself_cannot_be_asked_of_a_url(flag):
         CliRunner().invoke(app, ["http://127.0.0.1:9", *flag], catch_exceptions=False)
 
 
+def test_a_model_of_a_server_is_not_asked_of_what_is_served_here():
+    with pytest.raises(InputError, match="--model foo is one of a server's models.*llmq chat foo"):
+        CliRunner().invoke(app, ["--model", "foo"], catch_exceptions=False)
+
+
 def test_a_model_is_served_for_the_time_being(tiny_llama, monkeypatch):
     monkeypatch.delenv("LLMQ_API_KEY", raising=False)
     options = ["--threads", "1", "--max-tokens", "4", "--seed", "1"]

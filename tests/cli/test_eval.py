@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
@@ -139,6 +140,7 @@ def test_a_local_task_through_the_chat_template_has_one_bos(llmq, tiny_llama, tm
         (["--dtype", "int7"], "--dtype int7: one of auto, bf16"),
         (["-o", "no/such/r.json"], "there is no folder"),
         (["--tasks", ","], "names no task"),
+        (["--tasks", "arc_easy,helaswag_x"], "no task 'helaswag_x' (near: hellaswag"),
         (["--data", "absent.jsonl"], "absent.jsonl: No such file"),
     ],
 )
@@ -148,3 +150,17 @@ def test_wrong_usage_exits_2_and_says_what_would_work(llmq, tiny_llama, argument
     assert message in err
     assert not out
     assert "Traceback" not in err
+
+
+def test_an_unknown_task_is_refused_before_anything_heavy_is_imported():
+    """Also before the model is looked for: this one is not there."""
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from llmq.cli.eval import app\n"
+        "done = CliRunner().invoke(app, ['no-such-model', '--tasks', 'arc_eazy'])\n"
+        "print(done.exception, {'torch', 'lm_eval', 'transformers', 'datasets'} & set(sys.modules))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60).stdout
+    assert "lm-eval has no task 'arc_eazy' (near: arc_easy" in said
+    assert said.rstrip().endswith("set()")
