@@ -170,7 +170,7 @@ def test_what_a_server_decides_itself_cannot_be_asked_of_a_url(flag):
 
 
 def test_a_model_of_a_server_is_not_asked_of_what_is_served_here():
-    with pytest.raises(InputError, match="--model foo is one of a server's models.*llmq chat foo"):
+    with pytest.raises(InputError, match=r"--model foo is one of a server's models.*llmq chat foo"):
         CliRunner().invoke(app, ["--model", "foo"], catch_exceptions=False)
 
 
