@@ -60,6 +60,7 @@ class InputSample:
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu", tokens_per_call: int = 32):
         self.max_abs = torch.zeros(in_features, device=device)
+        self.num_tokens = 0  # of all
         self._tokens_per_call, self._kept = tokens_per_call, [torch.zeros(0, in_features, device=device)]
 
     def add(self, x: Tensor) -> None:
@@ -67,6 +68,7 @@ class InputSample:
         x = x.reshape(-1, x.shape[-1]).to(torch.float32)
         if len(x):
             torch.maximum(self.max_abs, x.abs().amax(0), out=self.max_abs)
+            self.num_tokens += len(x)
             self._kept.append(x[:: -(-len(x) // self._tokens_per_call)].clone())
 
     @property

@@ -1,0 +1,90 @@
+"""FP8 E4M3 weights (Micikevicius et al., arXiv 2209.05433), as pure functions of tensors.
+
+An e4m3 number has 3 bits of mantissa: its error is a share of itself, up to 1/16, and where a weight falls between two
+powers of two decides how large. A scale that is 2^(1/8) larger moves all weights of a row through their octave; the one
+of eight with the least squared error costs nothing at run time. On SmolLM2-135M's linears it takes 6 to 15 % off the
+squared error of scales that put the largest weight at 448; below those, where weights saturate, it only grows.
+
+Static activations (per tensor) take max|x| / 448 over the calibration tokens: e4m3 loses little by being scaled down.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from llmq.quantize.formats.packing import e4m3_to
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
+
+E4M3_MAX = 448.0
+STEPS_OF_OCTAVE = 8
+
+SETTINGS = {"scales": f"searched, {STEPS_OF_OCTAVE} an octave"}
+
+
+def search_scale(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Tensor:
+    """The scales of least squared error of a [out, in] weight, float32 of `scheme.scale_shape`, as `scale_dtype` holds
+    them. What has only zeros gets 1.
+    """
+    weight = weight.to(torch.float32)
+    largest = _cells(weight.abs(), scheme).amax((1, 3))
+    best = best_error = None
+    for step in range(STEPS_OF_OCTAVE):
+        scale = largest / E4M3_MAX * 2 ** (step / STEPS_OF_OCTAVE)
+        scale = scale.clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype).to(torch.float32)
+        scale = torch.where(largest == 0, 1.0, scale)
+        spread = _spread(scale, scheme, weight.shape)
+        delta = e4m3_to(to_e4m3(weight / spread), torch.float32) * spread - weight
+        error = _cells(delta.square_(), scheme).sum((1, 3))
+        better = torch.ones_like(error, dtype=torch.bool) if best is None else error < best_error
+        best = scale if best is None else torch.where(better, scale, best)
+        best_error = error if best_error is None else torch.where(better, error, best_error)
+    return best
+
+
+def quantize_fp8(
+    weight: Tensor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    scale: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> QuantizedWeight:
+    """A [out, in] weight in e4m3, per tensor, row, group or block as `scheme` has it.
+
+    scale: as `search_scale` gives it (the default), for instance of several weights that are to share one.
+    """
+    scale = search_scale(weight, scheme, scale_dtype) if scale is None else scale
+    values = to_e4m3(weight.to(torch.float32) / _spread(scale, scheme, weight.shape))
+    return QuantizedWeight(scheme, tuple(weight.shape), values, scale.to(scale_dtype), input_scale=input_scale)
+
+
+def static_input_scale(max_input: float, scale_dtype: torch.dtype) -> Tensor:
+    """The one scale of all tokens, a float32 scalar as `scale_dtype` holds it; 1 for an input that is always zero."""
+    scale = torch.tensor(max_input / E4M3_MAX if max_input > 0 else 1.0)
+    return scale.clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype).to(torch.float32)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Rounded to nearest, saturating: the cast alone makes NaN of what is beyond 448."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _cell_shape(scheme: WeightScheme, shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    rows = {"tensor": shape[0], "block": scheme.block_rows}.get(scheme.strategy, 1)
+    return rows, scheme.group_size if scheme.strategy in ("group", "block") else shape[1]
+
+
+def _cells(matrix: Tensor, scheme: WeightScheme) -> Tensor:
+    """[rows of scales, rows of a cell, columns of scales, columns of a cell]; what a cell lacks at an edge is zero."""
+    rows, columns = _cell_shape(scheme, matrix.shape)
+    matrix = pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
+    return matrix.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+
+
+def _spread(scale: Tensor, scheme: WeightScheme, shape: torch.Size) -> Tensor:
+    """Scales as a tensor that a [out, in] one can be divided by."""
+    rows, columns = _cell_shape(scheme, shape)
+    if scheme.strategy in ("tensor", "channel"):
+        return scale
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
