@@ -89,7 +89,9 @@ def test_an_expert_that_is_never_chosen_is_calibrated_with_all_tokens_and_named(
         assert {experts[f"{prefix}.experts.7.{w}"].num_tokens for w in ("w1", "w2", "w3")} == {all_tokens}
         routed = [experts[f"{prefix}.experts.{index}.w1"].routed_tokens for index in range(8)]
         assert sum(routed) == 2 * all_tokens
-        assert experts[f"{prefix}.experts.0.w1"].num_tokens == routed[0] > 32
+        # GPTQ measures behind an attention that it has rounded: the router may choose otherwise by then.
+        measured = experts[f"{prefix}.experts.0.w1"].num_tokens
+        assert measured == routed[0] if method == "awq" else 32 < measured < all_tokens
         assert any(f"model.layers.{layer}: the router" in w and "7 (0 tokens)" in w for w in report.warnings)
         assert torch.equal(
             tensors[f"{prefix}.gate.weight"], load_file(lonely / "model.safetensors")[f"{prefix}.gate.weight"]
