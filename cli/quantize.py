@@ -42,7 +42,7 @@ def quantize(
     kv: Annotated[str | None, typer.Option(help="fp8: calibrate scales of the KV-cache too.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML file with settings for single linears.")] = None,
     format: Annotated[str | None, typer.Option(help="Layout on disk (compressed-tensors).")] = None,
-    backend: Annotated[str | None, typer.Option(help="Who quantizes: llmq, llmcompressor.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Who quantizes: llmq, llmcompressor, autoawq, autogptq.")] = None,
     calib: Annotated[str | None, typer.Option(help="Text or .jsonl file, datasets id, or builtin.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration samples (128).")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample at most (2048).")] = None,
@@ -71,7 +71,7 @@ def quantize(
         raise InputError(f"one method at a time: --{' and --'.join(asked)} were given")
     _check_device_name(device)
     content = {} if recipe is None else read_recipe_file(recipe)
-    method, reason = _method(asked, content, device)
+    method, reason = _method(asked, content, backend, device)
     given = {
         "method": method,
         "bits": bits,
@@ -91,7 +91,7 @@ def quantize(
     _refuse_unused_calibration(chosen, calib, samples, seq_len)
     with console.progress() as progress:
         source = read_checkpoint(find_model(model, progress=progress))
-    plan = preflight(source, chosen, out)
+    plan = preflight(source, chosen, out, device)
     device = _resolve_device(device)
     calibration = _load_calibration(plan, calib, samples, seq_len) if chosen.is_calibrated else None
     _announce(plan, reason, calibration, device, goal)
@@ -109,12 +109,16 @@ def quantize(
     console.print_json(report.as_dict()) if as_json else _print_report(plan, report)
 
 
-def _method(asked: list[str], content: dict[str, Any], device: str) -> tuple[str, str]:
+def _method(asked: list[str], content: dict[str, Any], backend: str | None, device: str) -> tuple[str, str]:
     """The method for what no rule of the recipe file names otherwise, and why that one."""
+    from llmq.quantize.backends.registry import OWN, backend_named
+
     if asked:
         return asked[0], "as asked"
     if "method" in content:
         return content["method"], "as the recipe says"
+    if backend not in (None, OWN):
+        return backend_named(backend).methods[0], f"what --backend {backend} is asked for"
     return _default_method(device)
 
 

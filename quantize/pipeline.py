@@ -14,7 +14,7 @@ from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
 from llmq.profiles.safetensors_file import TensorInfo, read_header
 from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES
-from llmq.quantize.backends import llmcompressor
+from llmq.quantize.backends.registry import OWN, backend_named
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.fingerprint import fingerprint, versions
 from llmq.quantize.formats.registry import writer_for
@@ -58,7 +58,7 @@ def quantize_model(
     elif calibration is None:
         raise ValueError(f"{plan.recipe.method} needs calibration data")
     with work_folder(plan.out, fingerprint(plan, calibration, device), restart=restart) as work:
-        if plan.recipe.backend == "llmq":
+        if plan.recipe.backend == OWN:
             run_layers(plan, calibration, device, work, progress, memory_bytes)
         else:
             _run_backend(plan, calibration, device, work, progress)
@@ -97,7 +97,7 @@ def _run_backend(
     work.clear()
     by_layer: dict[int, LayerResult] = {}
     layer_of = {target.name: target.layer for target in plan.targets}
-    for result in llmcompressor.layers(plan, calibration, device, progress):
+    for result in backend_named(plan.recipe.backend).layers(plan, calibration, device, progress):
         layer = next((layer_of[name] for name in result.linears), 0)
         merged = by_layer.setdefault(layer, LayerResult())
         merged.linears |= result.linears
@@ -165,8 +165,8 @@ def _build_report(
         scheme=plan.scheme_name,
         recipe=asdict(plan.recipe),
         settings={name: SETTINGS[name] for name in sorted(plan.recipe.methods) if name in SETTINGS}
-        if plan.recipe.backend == "llmq"
-        else llmcompressor.SETTINGS.get(plan.recipe.method, {}),
+        if plan.recipe.backend == OWN
+        else backend_named(plan.recipe.backend).settings(plan.recipe.method),
         group_size={"value": plan.recipe.group_size, "reason": plan.group_size_reason},
         calibration=None if calibration is None else calibration.as_dict(),
         linears=linears,

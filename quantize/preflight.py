@@ -11,6 +11,7 @@ from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
+from llmq.quantize.backends.registry import OWN, backend_named
 from llmq.quantize.formats.scheme import KVCacheScheme, WeightScheme
 from llmq.quantize.group_sizes import resolve_group_size
 from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
@@ -19,9 +20,6 @@ from llmq.quantize.targets import Selection, Target, fused_sets, select_targets
 
 # What --kv fp8 is: one calibrated scale for K and one for V of a layer.
 FP8_KV = KVCacheScheme(kind="float", bits=8, strategy="tensor", dynamic=False, symmetric=True)
-
-# Backend -> modules it needs beside the base install.
-_NEEDS = {"llmq": (), "llmcompressor": ("transformers", "llmcompressor")}
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,11 @@ class Plan:
         return _complete(replace(self, settings={**self.settings, **settings}))
 
 
-def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
-    """Check all that can be checked without reading a weight. Raises InputError or FailedError; makes no file."""
+def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto") -> Plan:
+    """Check all that can be checked without reading a weight. Raises InputError or FailedError; makes no file.
+
+    device: auto, cpu or cuda, as asked for: not every backend computes everywhere.
+    """
     _refuse_quantized(source)
     _check_architecture(source, recipe)
     _check_extras(recipe)
@@ -80,6 +81,8 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path) -> Plan:
     settings, recipe, reason = _resolve_settings(recipe, selection)
     plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0, _fusion_warnings(source, selection))
     plan = _complete(plan)
+    if recipe.backend != OWN:
+        backend_named(recipe.backend).check(plan, device)
     _check_out(out, plan.predicted_bytes)
     return plan
 
@@ -115,19 +118,12 @@ def _check_architecture(source: Checkpoint, recipe: Recipe) -> None:
             f"--{moving[0]}: which norm feeds which linears is not known for model_type "
             f"{architecture.model_type!r} ({', '.join(FAMILIES)} are known)"
         )
-    if recipe.backend == "llmcompressor" and architecture.family is not None and architecture.family.experts:
-        raise InputError(
-            f"--{recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into one, where "
-            "they are stored one by one; --gptq, --awq and --rtn quantize them"
-        )
 
 
 def _check_extras(recipe: Recipe) -> None:
-    needed = set(_NEEDS.get(recipe.backend, ())) | ({"transformers"} if recipe.is_calibrated else set())
-    missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
-    if missing:
+    if recipe.is_calibrated and importlib.util.find_spec("transformers") is None:
         raise FailedError(
-            f"--{recipe.method} needs {' and '.join(missing)}, not installed here: pip install 'llmq-toolkit[quantize]'"
+            f"--{recipe.method} needs transformers, not installed here: pip install 'llmq-toolkit[quantize]'"
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from llmq.profiles.errors import InputError
+from llmq.quantize.backends.registry import OWN, backend_named
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
 
 Method = Literal["awq", "gptq", "smoothquant", "fp8", "rtn"]
@@ -26,12 +27,12 @@ class MethodTraits:
     is_grouped: bool  # takes --group-size, --sym, --asym
     is_calibrated: bool  # takes --calib, --samples, --seq-len
     moves_scales: bool = False  # into the norms before the linears: needs to know which feed which
-    backends: tuple[str, ...] = ("llmq",)  # who can run it, the default first
+    backends: tuple[str, ...] = (OWN,)  # who can run it, the default first
 
 
 METHODS: dict[Method, MethodTraits] = {
-    "awq": MethodTraits("AWQ", (4, 3, 8), False, True, True, moves_scales=True),
-    "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=("llmq", "llmcompressor")),
+    "awq": MethodTraits("AWQ", (4, 3, 8), False, True, True, moves_scales=True, backends=(OWN, "autoawq")),
+    "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=(OWN, "llmcompressor", "autogptq")),
     "rtn": MethodTraits("round to nearest", (4, 3, 8), False, True, False),
     "smoothquant": MethodTraits(
         "SmoothQuant, INT8 weights and activations",
@@ -160,7 +161,7 @@ class Recipe:
     options: MethodOptions = field(default_factory=MethodOptions)
     kv: KVChoice | None = None
     format: str = DEFAULT_FORMAT
-    backend: str = "llmq"
+    backend: str = OWN
 
     @classmethod
     def of(
@@ -171,19 +172,21 @@ class Recipe:
         rules: tuple[Rule, ...] = (),
         options: MethodOptions | None = None,
         kv: str | None = None,
-        format: str = DEFAULT_FORMAT,
+        format: str | None = None,
         backend: str | None = None,
         **settings: Any,
     ) -> "Recipe":
-        """settings: of LinearSettings. Raises InputError for a choice that is not honoured."""
+        """settings: of LinearSettings; format None: the backend's own. Raises InputError for a choice that is not
+        honoured."""
+        backend = backend or METHODS[method].backends[0]
         recipe = cls(
             default=LinearSettings.of(method, **settings),
             rules=tuple(rules),
             ignore=tuple(ignore),
             options=options or MethodOptions(),
             kv=kv,
-            format=format,
-            backend=backend or METHODS[method].backends[0],
+            format=format or (DEFAULT_FORMAT if backend == OWN else backend_named(backend).default_format),
+            backend=backend,
         )
         _check_options(recipe)
         return recipe
@@ -258,7 +261,7 @@ def _check_options(recipe: Recipe) -> None:
 
 
 def _check_backend(recipe: Recipe) -> None:
-    if recipe.backend == "llmq":
+    if recipe.backend == OWN:
         return
     lacking = {
         "--recipe with settings for single linears": bool(recipe.rules),

@@ -79,7 +79,9 @@ class ArchivedLibrary:
             asked = "one group a row" if scheme.group_size is None else f"group size {scheme.group_size}"
             return f"{asked}, and its kernels take {', '.join(map(str, self.group_sizes))}"
         if scheme.symmetric not in self.signs:
-            return "symmetric weights, and its layout has zero points always" if scheme.symmetric else "zero points"
+            if scheme.symmetric:
+                return "symmetric weights, and its layout has zero points always (--asym)"
+            return "zero points, and what it writes for a zero point of 0 is read in two ways (--sym)"
         return None
 
     def _about_targets(self, plan: "Plan") -> str | None:
@@ -138,7 +140,7 @@ AUTOGPTQ = ArchivedLibrary(
     rope_types=("default", "linear", "dynamic"),
     bits=(4, 8),
     group_sizes=(16, 32, 64, 128),
-    signs=(False, True),
+    signs=(True,),
     out_multiple=32,
     can_leave_out=True,
     needs_cuda=True,

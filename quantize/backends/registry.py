@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from llmq.quantize.preflight import Plan
 
 
+OWN = "llmq"  # the backend that is none: our pipeline and our methods
+
+
 class Backend(Protocol):
     name: str
     methods: tuple[str, ...]  # the first is what `--backend NAME` means without a method
@@ -50,13 +53,13 @@ class LlmCompressor:
     def check(self, plan: "Plan", device: str) -> None:
         if importlib.util.find_spec("llmcompressor") is None:
             raise FailedError(
-                "--backend llmcompressor needs llmcompressor, not installed here: pip install 'llmq-toolkit[quantize]'"
+                f"--{plan.recipe.method} needs llmcompressor, not installed here: pip install 'llmq-toolkit[quantize]'"
             )
         architecture = plan.source.architecture
         if architecture.family is not None and architecture.family.experts is not None:
             raise InputError(
-                f"--backend llmcompressor: it sees the experts of a {architecture.model_type} fused into one, where "
-                "they are stored one by one"
+                f"--{plan.recipe.method}: llm-compressor sees the experts of a {architecture.model_type} fused into "
+                "one, where they are stored one by one; --gptq, --awq and --rtn quantize them"
             )
 
     def settings(self, method: str) -> dict[str, Any]:
@@ -110,5 +113,5 @@ BACKENDS: dict[str, Backend] = {
 def backend_named(name: str) -> Backend:
     """The backend called `name`. Raises InputError with the names there are."""
     if name not in BACKENDS:
-        raise InputError(f"--backend {name}: llmq (our own, the default), {', '.join(BACKENDS)} are the choices")
+        raise InputError(f"--backend {name}: {OWN} (our own), {', '.join(BACKENDS)} are the choices")
     return BACKENDS[name]

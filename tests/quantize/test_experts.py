@@ -39,7 +39,7 @@ def test_the_router_is_left_alone(mixture):
 @pytest.mark.parametrize("method", ["fp8", "smoothquant"])
 def test_what_cannot_be_done_with_experts_is_refused_before_work(mixture, tmp_path, method):
     with pytest.raises(InputError, match="mixtral"):
-        preflight(read_checkpoint(mixture), Recipe.of(method), tmp_path / "out")
+        preflight(read_checkpoint(mixture), Recipe.of(method, backend="llmcompressor"), tmp_path / "out")
 
 
 def test_rounded_experts_run(mixture, tmp_path):

@@ -180,11 +180,11 @@ def test_a_full_disk_is_found_out_beforehand(tmp_path, monkeypatch):
 
 
 def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight_module.importlib.util, "find_spec", lambda name: None)
-    recipe = Recipe.of("gptq", backend="llmcompressor")
-    message = refuse(fake_checkpoint(tmp_path), recipe, tmp_path / "out", FailedError)
-    assert "llmcompressor" in message
-    assert "pip install 'llmq-toolkit[quantize]'" in message
+    for missing in ("transformers", "llmcompressor"):
+        monkeypatch.setattr(preflight_module.importlib.util, "find_spec", lambda name, m=missing: name != m or None)
+        recipe = Recipe.of("gptq", backend="llmcompressor")
+        message = refuse(fake_checkpoint(tmp_path), recipe, tmp_path / "out", FailedError)
+        assert f"--gptq needs {missing}, not installed here: pip install 'llmq-toolkit[quantize]'" in message
     preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out")  # ours, and needs neither
 
 

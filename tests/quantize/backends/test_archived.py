@@ -11,15 +11,18 @@ from safetensors.torch import load_file
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError
-from llmq.quantize.backends import archived
+from llmq.profiles.progress import silent
+from llmq.quantize.backends import archived, registry
 from llmq.quantize.backends.libraries import AUTOAWQ, ArchivedLibrary
 from llmq.quantize.calibration import load_calibration, load_tokenizer
 from llmq.quantize.preflight import preflight
 from llmq.quantize.recipe import Recipe
+from llmq.quantize.report import REPORT_FILE
 
 
 class StubEnvironment:
     exists = True
+    requirements = "# what it was tried with\nautoawq==0.2.9\ntorch==2.13.0\n"
 
     def python(self, progress):
         return Path(sys.executable)
@@ -28,6 +31,11 @@ class StubEnvironment:
 class Stub(ArchivedLibrary):
     environment = StubEnvironment()
     script = Path(__file__).with_name("stub_job.py")
+
+
+def stub(**settings):
+    fields = {name: getattr(AUTOAWQ, name) for name in AUTOAWQ.__dataclass_fields__}
+    return Stub(**{**fields, "settings": {"doing": "work", **settings}})
 
 
 @pytest.fixture
@@ -39,9 +47,8 @@ def source(tiny_llama):
 def run(source, calibration_jsonl, tmp_path):
     """run(**settings of the stub) -> what `layers` yields."""
 
-    def go(checkpoint=None, progress=lambda *_, **__: None, device="cpu", **settings):
-        fields = {name: getattr(AUTOAWQ, name) for name in AUTOAWQ.__dataclass_fields__}
-        library = Stub(**{**fields, "settings": {"doing": "work", **settings}})
+    def go(checkpoint=None, progress=silent, device="cpu", **settings):
+        library = stub(**settings)
         checkpoint = checkpoint or read_checkpoint(source)
         plan = preflight(checkpoint, Recipe.of("awq", group_size=32), tmp_path / "out")
         calibration = load_calibration(str(calibration_jsonl), load_tokenizer(source), num_samples=6, seq_len=40)
@@ -74,6 +81,37 @@ def test_each_layer_comes_back_as_it_was_written(run, source, tmp_path):
     assert results[0].scalings == []
     assert seen[-1] == ("quantizing", 2, 2)
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_folder_holds_the_library_s_bytes_and_all_that_serving_needs(
+    source, calibration_jsonl, run_quantize, tmp_path, monkeypatch
+):
+    backend = registry.Archived(stub(keep=str(tmp_path / "kept")), "awq")
+    monkeypatch.setitem(registry.BACKENDS, "autoawq", backend)
+    out = tmp_path / "out"
+    report = run_quantize(source, out, "awq", calibration_jsonl, group_size=32, backend="autoawq")
+    stored, theirs = load_file(out / "model.safetensors"), load_file(tmp_path / "kept.safetensors")
+    assert stored.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        expected = tensor if name.endswith(("qweight", "qzeros", "scales")) else tensor.to(torch.bfloat16)
+        assert torch.equal(stored[name], expected), name
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "awq"
+    assert config["quantization_config"]["group_size"] == 32
+    names = {path.name for path in out.iterdir()}
+    assert {path.name for path in source.iterdir()} <= names  # the tokenizer, the chat template, the generation config
+    assert json.loads((out / REPORT_FILE).read_text())["settings"] == report.settings
+    assert report.settings["backend"] == "AutoAWQ 0.2.9"
+    assert report.settings["versions"] == {"autoawq": "0.2.9", "torch": "2.13.0"}
+    assert report.mean_output_error() is None  # the library measures nothing of plain rounding
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_stopped_library_leaves_no_folder(source, calibration_jsonl, run_quantize, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "autoawq", registry.Archived(stub(doing="fail"), "awq"))
+    with pytest.raises(FailedError, match="a zero dimension"):
+        run_quantize(source, tmp_path / "out", "awq", calibration_jsonl, group_size=32, backend="autoawq")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_the_library_is_told(run, source, tmp_path):

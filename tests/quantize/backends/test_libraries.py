@@ -46,18 +46,19 @@ def test_what_can_be_done_is_not_refused(plan_of, tmp_path):
 
 def test_autogptq_wants_cuda_and_we_say_so(plan_of, monkeypatch):
     monkeypatch.setattr(machine, "gpus", list)
-    message = refuse(AUTOGPTQ, plan_of("gptq"), FailedError)
+    message = refuse(AUTOGPTQ, plan_of("gptq", symmetric=True), FailedError)
     assert "AutoGPTQ 0.7.1 quantizes on a CUDA device only, and this machine has none" in message
     assert "--gptq without --backend computes the same method here" in message
     monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("H200", 1, 1)])
-    assert "--device cpu was asked for" in refuse(AUTOGPTQ, plan_of("gptq"), FailedError, device="cpu")
-    AUTOGPTQ.check(plan_of("gptq", group_size=32, ignore=("k_proj",)), "auto")
+    assert "--device cpu was asked for" in refuse(AUTOGPTQ, plan_of("gptq", symmetric=True), FailedError, device="cpu")
+    AUTOGPTQ.check(plan_of("gptq", symmetric=True, group_size=32, ignore=("k_proj",)), "auto")
+    assert "is read in two ways (--sym)" in refuse(AUTOGPTQ, plan_of("gptq", group_size=32))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"symmetric": True}, "symmetric weights, and its layout has zero points always"),
+        ({"symmetric": True}, "symmetric weights, and its layout has zero points always (--asym)"),
         ({"group_size": "channel"}, "one group a row, and its kernels take 16, 32, 64, 128"),
         ({"ignore": ("k_proj",)}, "it quantizes every linear of a layer, and model.layers.0.self_attn.k_proj"),
         ({"model": {"model_type": "qwen3", "head_dim": 16}}, "k_proj has 32 outputs, and it needs a multiple of 64"),
@@ -74,13 +75,13 @@ def test_autoawq_says_what_it_cannot(plan_of, changes, words):
 
 def test_a_linear_left_out_of_one_layer_only(plan_of, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("H200", 1, 1)])
-    message = refuse(AUTOGPTQ, plan_of("gptq", group_size=32, ignore=("layers.0.mlp.up_proj",)))
+    message = refuse(AUTOGPTQ, plan_of("gptq", symmetric=True, group_size=32, ignore=("layers.0.mlp.up_proj",)))
     assert "mlp.up_proj is left out of some layers only" in message
 
 
 def test_a_rope_that_the_old_transformers_does_not_compute(plan_of, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("H200", 1, 1)])
-    plan = plan_of("gptq", group_size=32)
+    plan = plan_of("gptq", symmetric=True, group_size=32)
     config = {**plan.source.config, "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}
     plan = replace(plan, source=replace(plan.source, config=config))
     assert "its transformers computes no RoPE of type 'llama3'" in refuse(AUTOGPTQ, plan)
