@@ -8,14 +8,10 @@ from torch import Tensor
 
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to, stack_rows
 from llmq.runtime.layers.dense_product import dense_product
+from llmq.runtime.layers.packed_int4 import PackedInt4Linear
 from llmq.runtime.layers.rounded_input import round_input, rounded
 
 Weight = Tensor | QuantizedWeight
-
-# Up to this many rows torch's packed int4 product beats unpacking the weight first (measured on 2 AVX512 cores: 0.03 ms
-# against 0.8 ms at one row of 576×1536, even near 64 rows).
-MAX_ROWS_OF_PACKED_INT4 = 64
-PACKED_INT4_GROUP_SIZES = (32, 64, 128, 256)
 
 
 class DenseLinear:
@@ -44,51 +40,6 @@ class WeightOnlyLinear:
         if self.weight.column_order is not None:
             x = x.index_select(1, self.weight.column_order)
         return dense_product(x, self.weight.dequantize_as_stored(self.dtype), self.bias)
-
-
-class PackedInt4Linear(WeightOnlyLinear):
-    """W4A16 on a CPU in bf16: few rows go through torch's packed int4 product, many rows are worth dequantizing.
-
-    Holds the weight in both layouts: 8 bits a weight instead of 4, half of bf16. The native kernels (a later path)
-    read one layout for any number of rows.
-    """
-
-    kernel = "torch int4pack"
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(weight, bias, dtype)
-        self.group_size = weight.scheme.group_size
-        stored = weight.integers().to(torch.int32) + 8  # 0 … 15
-        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(stored, 1)
-        scale, offset = weight.scales(), weight.offsets()
-        # The product's own form is (stored - 8) * scale + zero.
-        if offset is not None:
-            zero = offset + 8 * scale
-        else:
-            zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
-        self.scales_and_zeros = torch.stack((scale, zero), dim=2).transpose(0, 1).contiguous().to(dtype)
-        self.num_bytes += self.packed.nbytes + self.scales_and_zeros.nbytes
-
-    @staticmethod
-    def runs(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-        scheme = weight.scheme
-        return (
-            weight.values.device.type == "cpu"
-            and dtype == torch.bfloat16
-            and (scheme.kind, scheme.bits) == ("int", 4)
-            and scheme.strategy == "group"
-            and scheme.group_size in PACKED_INT4_GROUP_SIZES
-            and weight.column_order is None
-            and weight.out_features % 16 == 0
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > MAX_ROWS_OF_PACKED_INT4:
-            return super().__call__(x)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self.packed, self.group_size, self.scales_and_zeros
-        )
-        return y if self.bias is None else y + self.bias
 
 
 class QuantizedActivationLinear:
@@ -177,7 +128,7 @@ class FixedRowsLinear:
         return torch.cat([self.inner(rows) for rows in padded.split(self.ROWS)])[:num_rows]
 
 
-Linear = FixedRowsLinear | DenseLinear | WeightOnlyLinear | QuantizedActivationLinear | SplitLinear
+Linear = FixedRowsLinear | DenseLinear | WeightOnlyLinear | PackedInt4Linear | QuantizedActivationLinear | SplitLinear
 
 
 def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Linear:

@@ -7,6 +7,7 @@ import torch
 from engine_driver import Reference, greedy, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_weights import KINDS, make
 
 from llmq.profiles.errors import InputError
 from llmq.quantize.formats.quantized_weight import (
@@ -117,6 +118,34 @@ def test_weight_only_linears_equal_the_dense_product(scheme, out, in_, rows, dty
     made = make_linear(weights, biases, dtype)(x)
     assert made.dtype == dtype
     assert (made.double() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=KINDS,
+    order=st.booleans(),
+    out=st.sampled_from([16, 80, 128]),
+    rows=st.sampled_from([1, 65, 70]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_every_kind_of_weight_equals_the_dense_product(case, order, out, rows, dtype, seed):
+    kind, bits, strategy, more = case
+    more = {**more, "order": order and strategy == "group", "group_size": 32 if strategy == "group" else 16}
+    weights = [make(kind, bits, strategy, n, 128, seed, **more) for n in (out, 16)]
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    expected = torch.cat([x.double() @ weight.dequantize().double().T for weight in weights], dim=1)
+    made = make_linear(weights, [None, None], dtype)(x)
+    assert (made.double() - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_an_int4_weight_is_held_once():
+    """In torch's layout, whose scale and zero are two bf16 a group; these machines' layouts are known."""
+    weight = make("int", 4, "group", 128, 256, 0, group_size=64)
+    linear = make_linear([weight], [None], torch.bfloat16)
+    assert linear.kernel == "torch int4pack"
+    if torch.cpu._is_avx512_supported():
+        assert linear.num_bytes == 128 * 256 // 2 + 128 * 4 * 2 * 2
 
 
 @settings(max_examples=40, deadline=None)

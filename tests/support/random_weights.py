@@ -1,0 +1,58 @@
+"""Random QuantizedWeights of every kind."""
+
+import torch
+from hypothesis import strategies as st
+
+from llmq.quantize.formats.packing import pack_unsigned
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
+
+
+def make(kind, bits, strategy, out, in_, seed, *, zero=None, outer=0, block_rows=None, group_size=16, order=False):
+    """A random weight. zero: None, "int" or "float"; outer: how many groups share an outer scale."""
+    generator = torch.Generator().manual_seed(seed)
+    is_packed = not (kind == "float" and bits == 8)
+    scheme = WeightScheme(
+        kind,
+        bits,
+        strategy,
+        group_size if strategy in ("group", "block") else None,
+        zero is None,
+        layout="pack-quantized" if is_packed else "float-quantized",
+        has_offset=zero == "float",
+        block_rows=block_rows,
+        has_column_groups=order,
+    )
+    u = torch.randint(0, 1 << bits, (out, in_), generator=generator)
+    scale_shape = scheme.scale_shape((out, in_))
+    outer_shape = (out, scale_shape[1] // outer) if outer else None
+    half = 1 << (bits - 1)
+    return QuantizedWeight(
+        scheme,
+        (out, in_),
+        pack_unsigned(u, bits) if is_packed else torch.randn(out, in_, generator=generator).to(torch.float8_e4m3fn),
+        torch.randint(0, 64, scale_shape, generator=generator).to(torch.uint8)
+        if outer
+        else torch.rand(scale_shape, generator=generator),
+        torch.randint(-half, half, scale_shape, generator=generator, dtype=torch.int8) if zero == "int" else None,
+        offset=torch.randint(0, 64, scale_shape, generator=generator).to(torch.uint8) if zero == "float" else None,
+        outer_scale=torch.rand(outer_shape, generator=generator).half() if outer else None,
+        outer_offset=-torch.rand(outer_shape, generator=generator).half() if outer and zero == "float" else None,
+        column_order=torch.randperm(in_, generator=generator) if order else None,
+    )
+
+
+KINDS = st.sampled_from(
+    [
+        *(("int", bits, "group", {"zero": zero}) for bits in (2, 3, 4, 5, 6, 8) for zero in (None, "int")),
+        ("int", 4, "channel", {"zero": "int"}),
+        ("int", 4, "tensor", {}),
+        ("int", 4, "group", {"zero": "float"}),
+        ("int", 4, "group", {"zero": "float", "outer": 2}),
+        ("int", 6, "group", {"outer": 4}),
+        ("float", 4, "group", {"outer": 2}),
+        ("float", 8, "channel", {}),
+        ("float", 8, "tensor", {}),
+        ("float", 8, "block", {"block_rows": 8}),
+    ]
+)
