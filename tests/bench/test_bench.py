@@ -1,6 +1,7 @@
 """Each script on so little that it takes a second (always), and as it is meant (`-m bench -s`)."""
 
 import json
+from dataclasses import asdict
 
 import bench_contention
 import bench_kv_dtypes
@@ -10,6 +11,7 @@ import bench_scheduler
 import bench_soak
 import bench_static_batching
 import pytest
+from bench_simulation import StepCost
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +44,23 @@ def test_lru_by_request_evicts_whole_requests():
     assert bench_prefix_cache.farthest_next_use(chains, 3) == 3 / 11
 
 
-def test_continuous_batching_beats_static():
+def test_continuous_batching_beats_static_below_each_limit():
     found = bench_static_batching.main(["--requests", "60", "--batch-sizes", "8,16", "--budgets", "128,512"])
-    found = found["simulated"]
-    for factor, best in found["continuous"].items():
-        assert best["tpot_p99_s"] <= int(factor) * found["static"]["tpot_p99_s"]
-    assert found["continuous"]["4"]["ratio"] > 1
+    for pair in found["H100, 8B, simulated"]:
+        assert pair["continuous"]["tpot_p99_s"] <= pair["static"]["tpot_p99_s"]
+        assert pair["ratio"] > 1.1
+
+
+def test_a_steps_cost_is_fitted_to_measured_steps(tiny_llama):
+    cost = StepCost(fixed_s=0.05, weights_s=0.0, token_s=0.002, sequence_s=0.001, context_token_s=1e-5)
+    shapes = [(tokens, seqs, 40 * seqs**2) for tokens in (4, 9, 30, 200) for seqs in (1, 2, 4)]
+    times_s = [0.05 + 0.002 * t + 0.001 * s + 1e-5 * c for t, s, c in shapes]
+    found = StepCost.fitted(shapes, times_s)
+    assert asdict(found) == pytest.approx(asdict(cost))
+    options = ["--requests", "20", "--batch-sizes", "4", "--budgets", "128", "--real-requests", "4"]
+    real = ["--model", str(tiny_llama()), "--real-batch-sizes", "2", "--real-budgets", "16", "--real-scale", "0.03"]
+    found = bench_static_batching.main([*options, *real])
+    assert min(found["fitted"].values()) >= 0
 
 
 def test_the_scheduler_is_timed_in_both_cases(capsys):
