@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from llmq.evals.generation import generation_request
+from llmq.evals.answer_log import AnswerLog, request_key
+from llmq.evals.generation import Generation, generation_request
 from llmq.evals.stepping import EngineLike, RequestStream
 from llmq.profiles.errors import InputError
 from llmq.profiles.progress import Progress, silent
@@ -49,9 +51,18 @@ class EngineLM(TemplateLM):
     `max_model_len` - 1 (that backend never feeds the last token of a scored sequence; an engine's request holds it).
     """
 
-    def __init__(self, engine: EngineLike, tokenizer: Tokenizer, progress: Progress = silent):
+    def __init__(
+        self,
+        engine: EngineLike,
+        tokenizer: Tokenizer,
+        progress: Progress = silent,
+        answers: AnswerLog | None = None,
+    ):
+        """answers: of an earlier run of the same, which are not computed again; new ones are added to it."""
         super().__init__()
         self.counts = HarnessCounts()
+        self.prompt_token_ids: dict[tuple[str, str], list[int]] = {}  # (context, continuation or "") -> as computed
+        self._answers = AnswerLog() if answers is None else answers
         self.first_token_ids: list[int] = []  # of the first prompt that was sent
         self._engine = engine
         self._tokenizer = tokenizer
@@ -171,23 +182,37 @@ class EngineLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(summed log probability of the continuation, whether greedy decoding would write it) for each."""
         results: list[tuple[float, bool] | None] = [None] * len(requests)
-        order = _leaders_first([tuple(context) for _, context, _ in requests])
-        engine_requests = (self._scoring_request(i, *requests[i][1:]) for i in order)
-        done = 0
-        for output in RequestStream(self._engine, engine_requests):
+        keys: dict[int, str] = {}
+        done = -self._answers.num_reused
+
+        def unanswered() -> Iterator[EngineRequest]:
+            for index in _leaders_first([tuple(context) for _, context, _ in requests]):
+                texts, context, continuation = requests[index]
+                request = self._scoring_request(index, context, continuation)
+                if texts is not None:
+                    self.prompt_token_ids[texts] = request.prompt_token_ids
+                start = request.sampling_params.prompt_logprobs_start
+                keys[index] = request_key("likelihood", request.prompt_token_ids, start)
+                if (known := self._answers.find(keys[index])) is None:
+                    yield request
+                else:
+                    results[index] = tuple(known)
+
+        for output in RequestStream(self._engine, unanswered()):
             if output.prompt_logprobs is None:
                 continue
             entries = output.prompt_logprobs
             answer = (math.fsum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries))
             index = int(output.request_id)
             results[index] = answer
+            self._answers.add(keys[index], answer)
             if (texts := requests[index][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
             done += 1
-            self._progress("likelihoods", done, len(requests), unit="items")
-        if done != len(requests):
-            raise RuntimeError(f"the engine scored {done} items of {len(requests)}")
-        self.counts.num_likelihoods += done
+            self._progress("likelihoods", done + self._answers.num_reused, len(requests), unit="requests")
+        if None in results:
+            raise RuntimeError(f"the engine left {results.count(None)} items of {len(requests)} without a score")
+        self.counts.num_likelihoods += len(results)
         return [result for result in results if result is not None]
 
     def _scoring_request(self, index: int, context: list[int], continuation: list[int]) -> EngineRequest:
@@ -205,9 +230,23 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Each request under its own options. The text ends before its first stop string."""
-        sequences: list[SequenceOutput] = []
-        stream = RequestStream(self._engine, self._generation_requests(requests, sequences))
-        done = 0
+        answers: list[dict[str, Any] | None] = [None] * len(requests)
+        sequences: dict[int, SequenceOutput] = {}
+        keys: dict[int, str] = {}
+        done = -self._answers.num_reused
+
+        def unanswered() -> Iterator[EngineRequest]:
+            for index, request in enumerate(requests):
+                generation = self._generation(request)
+                self.prompt_token_ids[request.args[0], ""] = generation.prompt_token_ids
+                options = msgspec.to_builtins(generation.params, builtin_types=(frozenset,))
+                keys[index] = request_key("generation", generation.prompt_token_ids, options, generation.stop)
+                answers[index] = self._answers.find(keys[index])
+                if answers[index] is None:
+                    sequences[index] = SequenceOutput(str(index), self._tokenizer, stop=generation.stop)
+                    yield self._request(index, generation.prompt_token_ids, generation.params)
+
+        stream = RequestStream(self._engine, unanswered())
         for output in stream:
             index = int(output.request_id)
             delta = sequences[index].process(output)
@@ -215,27 +254,25 @@ class EngineLM(TemplateLM):
                 continue
             if output.finish_reason is None:
                 stream.abort(output.request_id)
-            self.counts.num_hit_cap += delta.finish_reason == "length"
-            self.counts.num_empty += not sequences[index].text.strip()
-            self.cache_hook.add_partial("generate_until", requests[index].args, sequences[index].text)
+            answers[index] = {"text": sequences.pop(index).text, "finish_reason": delta.finish_reason}
+            self._answers.add(keys[index], answers[index])
+            self.cache_hook.add_partial("generate_until", requests[index].args, answers[index]["text"])
             done += 1
-            self._progress("generations", done, len(requests), unit="items")
-        self.counts.num_generations += done
-        return [sequence.text for sequence in sequences]
+            self._progress("generations", done + self._answers.num_reused, len(requests), unit="requests")
+        self.counts.num_generations += len(answers)
+        self.counts.num_hit_cap += sum(answer["finish_reason"] == "length" for answer in answers)
+        self.counts.num_empty += sum(not answer["text"].strip() for answer in answers)
+        return [answer["text"] for answer in answers]
 
-    def _generation_requests(
-        self, requests: list[Instance], sequences: list[SequenceOutput]
-    ) -> Iterator[EngineRequest]:
-        for index, request in enumerate(requests):
-            context, options = request.args
-            prompt = self._chat_ids.get(context) or self.tok_encode(context) or [self.prefix_token_id]
-            try:
-                generation = generation_request(prompt, options, self._input, self.max_length)
-            except InvalidRequestError as error:
-                raise InputError(f"task {request.task_name}, item {request.doc_id}: {error}") from error
-            self.counts.num_truncated += len(generation.prompt_token_ids) < len(prompt)
-            sequences.append(SequenceOutput(str(index), self._tokenizer, stop=generation.stop))
-            yield self._request(index, generation.prompt_token_ids, generation.params)
+    def _generation(self, request: Instance) -> Generation:
+        context, options = request.args
+        prompt = self._chat_ids.get(context) or self.tok_encode(context) or [self.prefix_token_id]
+        try:
+            generation = generation_request(prompt, options, self._input, self.max_length)
+        except InvalidRequestError as error:
+            raise InputError(f"task {request.task_name}, item {request.doc_id}: {error}") from error
+        self.counts.num_truncated += len(generation.prompt_token_ids) < len(prompt)
+        return generation
 
     def _request(self, index: int, ids: list[int], params: SamplingParams) -> EngineRequest:
         if not self.first_token_ids:
