@@ -6,10 +6,12 @@ import math
 import os
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from llmq.profiles.errors import InputError
 from llmq.runtime.request import EngineInfo
@@ -80,9 +82,17 @@ def check_output_path(path: Path) -> None:
 
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Written whole or not at all."""
+    with whole_file(path) as file:
+        file.write(json.dumps(plain_json(record), indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A new text file that is `path` when the block ends, and not there when it raises."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(json.dumps(plain_json(record), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with open(unfinished, "w", encoding="utf-8") as file:
+            yield file
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmq.evals.harness import EngineLM, HarnessCounts
+from llmq.evals.samples import Sample, samples_of
 from llmq.evals.tasks import LoadedTasks
 from llmq.profiles.errors import InputError
 
@@ -37,7 +38,7 @@ class TaskRun:
     scores: list[Score]
     counts: HarnessCounts
     first_token_ids: list[int]
-    samples: dict[str, list[dict[str, Any]]]  # task -> what lm-eval logs of each item
+    samples: list[Sample]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,7 +81,8 @@ def run_tasks(
         fewshot_as_multiturn=apply_chat_template,
         bootstrap_iters=1000,
     )
-    return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, results["samples"])
+    samples = samples_of(results["samples"], lm.prompt_token_ids)
+    return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, samples)
 
 
 def _scores(results: dict[str, Any], groups: dict[str, Any]) -> list[Score]:

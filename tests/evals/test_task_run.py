@@ -36,9 +36,11 @@ def test_multiple_choice_picks_the_likelier_continuation(lm, tmp_path):
     contexts = ["the value", "an object", "return", "a class"]
     items = [{"query": context, "choices": ["of", "import", "is not"], "gold": 0} for context in contexts]
     run = run_tasks(lm, local(tmp_path / "mine.jsonl", items))
-    samples = run.samples["mine"]
-    assert samples[0]["arguments"][0] == ("the value", " of")
-    picked = [max(range(3), key=lambda i, s=s: float(s["filtered_resps"][i][0])) for s in samples]
+    samples = run.samples
+    assert samples[0].prompt == "the value"
+    assert samples[0].prompt_token_ids == lm.tok_encode("the value of")
+    picked = [max(range(3), key=lambda i, s=s: float(s.answers[i][0])) for s in samples]
+    assert [sample.scores["acc"] for sample in samples] == [float(choice == 0) for choice in picked]
     accuracy = next(score for score in run.scores if score.metric == "acc")
     assert (accuracy.value, accuracy.num_items, accuracy.num_fewshot) == (picked.count(0) / 4, 4, 0)
     assert run.counts.num_likelihoods == 12
@@ -62,7 +64,7 @@ def test_a_group_sums_up_its_tasks_over_all_of_their_items(lm, tmp_path):
 def test_generation_counts_an_answer_equal_up_to_white_space(lm, tmp_path):
     items = [{"prompt": p, "answer": "?"} for p in ("the value", "an object")]
     first = run_tasks(lm, local(tmp_path / "a.jsonl", items))
-    said = [sample["resps"][0][0] for sample in first.samples["a"]]
+    said = [sample.answers[0] for sample in first.samples]
     items = [{"prompt": "the value", "answer": f" {said[0].strip()}\n"}, {"prompt": "an object", "answer": "no such"}]
     run = run_tasks(lm, local(tmp_path / "b.jsonl", items), num_fewshot=0)
     assert [(s.metric, s.value) for s in run.scores] == [("exact_match", 0.5)]
@@ -71,7 +73,7 @@ def test_generation_counts_an_answer_equal_up_to_white_space(lm, tmp_path):
 def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
     items = [{"prompt": f"question {i}", "answer": f"answer {i}"} for i in range(6)]
     run = run_tasks(lm, local(tmp_path / "chat.jsonl", items), limit=3, num_fewshot=2, apply_chat_template=True)
-    prompts = [sample["arguments"][0][0] for sample in run.samples["chat"]]
+    prompts = [sample.prompt for sample in run.samples]
     assert len(prompts) == 3
     assert all(prompt.count("<|im_start|>user") == 3 for prompt in prompts)
     assert prompts[1].endswith("question 1<|im_end|>\n<|im_start|>assistant\n")
