@@ -164,3 +164,114 @@ def test_an_unknown_task_is_refused_before_anything_heavy_is_imported():
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60).stdout
     assert "lm-eval has no task 'arc_eazy' (near: arc_easy" in said
     assert said.rstrip().endswith("set()")
+
+
+@pytest.fixture
+def own_set(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    words = ["value", "object", "class", "import", "return", "name"]
+    items = [
+        {
+            "query": f"the {words[i % 6]} of {words[(i * 7) % 6]} {i}",
+            "choices": [" is", " or", " the value"],
+            "gold": i % 3,
+        }
+        for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, items)))
+    return path
+
+
+def test_a_model_against_itself_passes_only_with_items_enough(llmq, tiny_llama, own_set, tmp_path):
+    folder, saved = tiny_llama(), tmp_path / "r.json"
+    options = ("--data", own_set, "--threads", 1, "--baseline", folder, "-o", saved)
+    code, out, _ = llmq("eval", folder, *options, "--max-drop", "20%")
+    assert code == 0
+    assert "PASS: with 95 % confidence the drop is below 7.22%" in out  # Clopper-Pearson: 1 - 0.05^(1/40)
+    record = json.loads(saved.read_text())
+    assert record["comparison"]["overall"]["lost"] == record["comparison"]["overall"]["won"] == 0
+    assert record["text"]["divergence"]["mean_kl"] == 0
+    assert sorted(path.name for path in tmp_path.glob("r.*")) == [
+        "r.baseline.samples.jsonl",
+        "r.json",
+        "r.samples.jsonl",
+    ]
+    code, out, _ = llmq("eval", "compare", saved, tmp_path / "r.baseline.samples.jsonl", "--max-drop", "0.01")
+    assert code == 3
+    assert "NOT ENOUGH ITEMS" in out
+
+
+def test_a_broken_model_fails_against_a_saved_baseline_in_any_order(llmq, tiny_llama, own_set, tmp_path):
+    good, saved = tiny_llama(), tmp_path / "good.json"
+    assert llmq("eval", good, "--data", own_set, "--threads", 1, "-o", saved)[0] == 0
+    lines = (tmp_path / "good.samples.jsonl").read_text().splitlines()
+    right = []
+    for line in lines[:0:-1]:  # the last item first
+        sample = json.loads(line)
+        sample["scores"] = {"acc": 1.0, "acc_norm": 1.0}
+        right.append(json.dumps(sample))
+    (tmp_path / "good.samples.jsonl").write_text("\n".join([lines[0], *right]) + "\n")
+    code, out, _ = llmq(
+        "eval", good, "--data", own_set, "--threads", 1, "--baseline", saved, "--max-drop", "1%", "--json"
+    )
+    assert code == 1
+    comparison = json.loads(out)["comparison"]
+    assert comparison["verdict"] == "FAIL"
+    assert comparison["overall"]["baseline"] == 1.0
+    assert comparison["overall"]["lost"] > 10
+
+
+def test_unequal_sets_are_refused_naming_an_item(llmq, tiny_llama, own_set, tmp_path):
+    folder = tiny_llama()
+    for name, limit in (("a", 10), ("b", 12)):
+        llmq("eval", folder, "--data", own_set, "--threads", 1, "--limit", limit, "-o", tmp_path / f"{name}.json")
+    code, _, err = llmq("eval", "compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert code == 2
+    assert "2 of the candidate's are not among them (first: task mine, item 10)" in err
+
+
+def test_a_killed_run_goes_on_and_another_model_is_refused(llmq, tiny_llama, own_set, tmp_path):
+    """C15."""
+    folder, saved = tiny_llama(), tmp_path / "r.json"
+    whole = tmp_path / "whole.json"
+    options = ["--data", str(own_set), "--threads", "1"]
+    assert llmq("eval", folder, *options, "-o", whole)[0] == 0
+
+    log = tmp_path / "r.model.answers.jsonl"
+    # Dies after the 20th answer, as a kill -9 would: no handler runs, nothing is flushed that was not before.
+    dying = (
+        "import os, sys\nfrom llmq.evals.answer_log import AnswerLog\nadd, n = AnswerLog.add, [0]\n"
+        "def counted(self, key, answer):\n    add(self, key, answer); n[0] += 1\n"
+        "    if n[0] == 20: os.kill(os.getpid(), 9)\nAnswerLog.add = counted\n"
+        "sys.argv = ['llmq', *sys.argv[1:]]\nfrom llmq.cli.main import main\nmain()"
+    )
+    killed = subprocess.run([sys.executable, "-c", dying, "eval", str(folder), *options, "-o", str(saved)])
+    assert killed.returncode == -9
+    assert len(log.read_bytes().splitlines()) == 21
+    other = tiny_llama(num_hidden_layers=1)
+    code, _, err = llmq("eval", other, *options, "-o", saved)
+    assert code == 2
+    assert "answers of another run" in err
+    assert "model.sha256 was" in err
+    code, _, err = llmq("eval", folder, *options, "-o", saved)
+    assert code == 0
+    assert "20 answers of an earlier run" in err
+    assert not log.exists()
+    assert json.loads(saved.read_text())["tasks"] == json.loads(whole.read_text())["tasks"]
+    assert (tmp_path / "r.samples.jsonl").read_text() == (tmp_path / "whole.samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-drop", "1%"], "give --baseline and --tasks or --data"),
+        (["--baseline", "saved.json"], "is a saved result, which has items to compare"),
+        (["--data", "mine.jsonl", "--baseline", "MODEL", "--max-drop", "much"], "a share such as 1% or 0.01"),
+        (["--data", "mine.jsonl", "--baseline", "MODEL", "--max-drop", "5"], "for 5 per cent write 5%"),
+    ],
+)
+def test_what_a_verdict_needs_is_asked_for(llmq, tiny_llama, arguments, message):
+    folder = tiny_llama()
+    code, _, err = llmq("eval", folder, *[str(folder) if a == "MODEL" else a for a in arguments])
+    assert code == 2
+    assert message in " ".join(err.split())
