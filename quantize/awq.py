@@ -3,13 +3,17 @@
 Some input channels carry much larger activations than others; the error made on their weights is multiplied by that.
 AWQ multiplies each input channel's weights by a scale s before rounding and divides the activation by it (eq. 2), so
 that important channels are rounded more finely, and searches s = s_x^alpha over alpha in [0, 1] for the least output
-error (eqs. 4 and 5). Then it shrinks the range of each group where that lowers the error (the paper's clipping).
+error (eqs. 4 and 5). Then it shrinks the range of each group where that lowers the error (the paper's clipping), and
+rounds to nearest. One thing is ours: the steps of the rounded weight are fitted again by least squares (`scale_fit`).
 
 The error of a linear's output over all calibration tokens x is exact and cheap from their second moment G = E[x x^T]:
 
     E |(W - W')x|^2 = trace((W - W') G (W - W')^T)
 
 so no token is ever kept, and a search over 16,384 tokens costs as much as one over a single token per input channel.
+
+E|dy|^2 as a share of round to nearest's, the mean over 8 inputs of layers 1 and 16 of SmolLM2-135M (3 bits, groups of
+64, asymmetric, 8192 tokens): scales 0.680, with the clip 0.515, with the steps fitted again 0.456.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +36,13 @@ MAX_SEARCH_ROWS = 512
 # Bound of a scale, both ways: beyond it a channel's weights would leave the range of half precision.
 _MAX_SCALE = 2.0**12
 
-SETTINGS = {"alphas": ALPHAS, "finer_steps": FINER_STEPS, "clips": CLIPS, "search_rows": MAX_SEARCH_ROWS}
+SETTINGS = {
+    "alphas": ALPHAS,
+    "finer_steps": FINER_STEPS,
+    "clips": CLIPS,
+    "search_rows": MAX_SEARCH_ROWS,
+    "steps": "fitted by least squares",
+}
 
 
 @dataclass(frozen=True)

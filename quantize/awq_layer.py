@@ -1,4 +1,4 @@
-"""AWQ on one decoder layer: measure its inputs, search and fold the scales, clip, round, and check the folding."""
+"""AWQ on one decoder layer: measure its inputs, search and fold the scales, clip, round to nearest, fit the steps."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,7 @@ from llmq.quantize.awq import output_error, search_clip, search_scales
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome, ScalingOutcome
 from llmq.quantize.mappings import ScaleMapping, why_skipped
 from llmq.quantize.rounding import range_grid, round_trip, saturated_share
+from llmq.quantize.scale_fit import refit_scales
 from llmq.quantize.scale_folding import ScaleFolding
 
 
@@ -65,7 +66,9 @@ class AwqLayer:
             gram = gram / torch.outer(s, s)
         clip = search_clip(weight, gram, scheme, self.work.dtype)
         grid = range_grid(weight, scheme, self.work.dtype, clip)
-        stored = grid.store(grid.nearest(weight), self.work.dtype)
+        q = grid.nearest(weight)
+        grid = refit_scales(weight, gram, grid, q, self.work.dtype)
+        stored = grid.store(q, self.work.dtype)
         linear.weight.copy_(stored.dequantize(torch.float32))
         delta, energy = linear.weight - weight, output_error(weight, gram) or 1.0
         return LinearOutcome(

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.rounding import Grid, searched_grid
+from llmq.quantize.scale_fit import quadratic_form, refit_scales
 
 DAMPING = 0.01  # of the Hessian's mean diagonal: the paper's
 # A failed Cholesky raises the damping by this factor, until it exceeds _MAX_DAMPING.
@@ -65,6 +66,11 @@ class Hessian:
     dead: Tensor  # [in], bool: columns whose input is always zero, in their own order
     damping: float  # as a share of the mean diagonal
     ridge: float  # the same, as it was added to the diagonal
+
+    def in_order_of_columns(self) -> Tensor:
+        """The matrix as the weight's columns lie, [in, in]."""
+        natural = torch.argsort(self.order)
+        return self.matrix[natural][:, natural]
 
     def output_errors(self, delta: Tensor) -> Tensor:
         """E|delta x|^2 of each row of a [out, in] difference, [out]: damping and dead columns left out."""
@@ -145,7 +151,7 @@ def gptq(
     q = round_with_feedback(weight, hessian, grid)
     for _ in range(refinements):
         q = sweep(weight, hessian, grid, q)
-        grid = refit_scales(weight, hessian, grid, q, scale_dtype)
+        grid = refit_scales(weight, hessian.in_order_of_columns(), grid, q, scale_dtype)
     return Rounded(q, grid)
 
 
@@ -188,38 +194,9 @@ def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
     return columns.restore(q)
 
 
-def refit_scales(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor, scale_dtype: torch.dtype) -> Grid:
-    """The scales of least error for integers q [out, in]: for each row a least squares in its groups' scales.
-
-    With u_g the row's q - zero in group g and zeros elsewhere: (u_g^T H u_h) s = u_g^T H w. A row keeps its old scales
-    where the new ones, rounded to `scale_dtype`, are no better.
-    """
-    natural = torch.argsort(hessian.order)
-    matrix = hessian.matrix[natural][:, natural]
-    units = grid.centred(q)  # [out, num_groups, size]
-    num_groups, size = units.shape[1:]
-    normal = torch.empty(len(q), num_groups, num_groups, device=q.device)
-    for group in range(num_groups):
-        product = units[:, group] @ matrix[group * size : (group + 1) * size]
-        normal[:, group] = (product.view(units.shape) * units).sum(-1)
-    right = ((weight @ matrix).view(units.shape) * units).sum(-1)
-    diagonal = normal.diagonal(dim1=1, dim2=2)
-    right = torch.where(diagonal > 0, right, 0)  # a group of zeros has no scale: `with_scale` keeps the old one
-    diagonal.copy_(torch.where(diagonal > 0, diagonal * (1 + 1e-6), 1))
-    scale, info = torch.linalg.solve_ex(normal.to(torch.float64), right.to(torch.float64).unsqueeze(-1))
-    new = grid.with_scale(scale.squeeze(-1).to(torch.float32), scale_dtype)
-    before = _quadratic(grid.values(q) - weight, matrix)
-    better = (_quadratic(new.values(q) - weight, matrix) < before) & (info == 0)
-    return Grid(grid.scheme, torch.where(better.unsqueeze(-1), new.scale, grid.scale), grid.zero)
-
-
 def row_errors(delta: Tensor, hessian: Hessian) -> Tensor:
     """delta H delta^T of each row of a [out, in] difference, [out]: what GPTQ makes small."""
-    return _quadratic(delta[:, hessian.order], hessian.matrix)
-
-
-def _quadratic(delta: Tensor, matrix: Tensor) -> Tensor:
-    return ((delta @ matrix) * delta).sum(-1)
+    return quadratic_form(delta[:, hessian.order], hessian.matrix)
 
 
 class _Columns:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.gptq import factorize, gptq, refit_scales, round_with_feedback, row_errors, sweep
+from llmq.quantize.gptq import factorize, gptq, round_with_feedback, row_errors, sweep
 from llmq.quantize.rounding import Grid, range_grid, searched_grid
+from llmq.quantize.scale_fit import refit_scales
 
 G32 = WeightScheme("int", 4, "group", 32, symmetric=False)
 SCHEMES = [
@@ -86,7 +87,7 @@ def test_a_sweep_and_new_scales_lower_the_error_of_every_row(scheme):
     for _ in range(2):
         q = sweep(weight, hessian, grid, q)
         errors.append(row_errors(grid.values(q) - weight, hessian))
-        grid = refit_scales(weight, hessian, grid, q, torch.bfloat16)
+        grid = refit_scales(weight, hessian.in_order_of_columns(), grid, q, torch.bfloat16)
         errors.append(row_errors(grid.values(q) - weight, hessian))
         assert torch.equal(grid.scale, grid.scale.bfloat16().float())
     for before, after in itertools.pairwise(errors):
@@ -114,7 +115,7 @@ def test_refitted_scales_are_the_least_squares_of_the_integers():
     hessian = factorize(gram)
     grid = range_grid(weight, G32, torch.float32, 0.7)
     q = grid.nearest(weight)
-    new = refit_scales(weight, hessian, grid, q, torch.float32)
+    new = refit_scales(weight, hessian.in_order_of_columns(), grid, q, torch.float32)
     root = torch.linalg.cholesky((gram + 0.01 * gram.diagonal().mean() * torch.eye(64)).double())
     for row in range(3):
         units = torch.zeros(64, 2, dtype=torch.float64)
