@@ -12,12 +12,13 @@ from llmq.runtime.faults import describe
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.models.loader import Model
 from llmq.runtime.request import TokenLogprobs
-from llmq.runtime.sampling.logprobs import token_logprobs
+from llmq.runtime.sampling.logprobs import score_tokens
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
 
-# Rows of logits computed at once where every position of a prompt is scored: 256 × 49,152 words × 4 B = 48 MiB.
-LOGITS_TILE = 256
+# Rows of logits computed at once where every position of a prompt is scored: 128 × 49,152 words × 4 B = 24 MiB. Pieces
+# of more than 32 MiB come zeroed from the operating system each time, which costs a third of the product.
+LOGITS_TILE = 128
 
 # (request_id, position of the first row, logits [num_rows, vocab_size] float32)
 LogitsObserver = Callable[[str, int, torch.Tensor], None]
@@ -136,7 +137,5 @@ class ModelRunner:
             logits = self.model.logits(hidden[tile - start : tile_end - start])
             if self.logits_observer is not None:
                 self.logits_observer(request.request_id, tile, logits)
-            entries += token_logprobs(
-                torch.log_softmax(logits, dim=-1), request.token_ids[tile + 1 : tile_end + 1], params.prompt_logprobs
-            )
+            entries += score_tokens(logits, request.token_ids[tile + 1 : tile_end + 1], params.prompt_logprobs)
         return entries

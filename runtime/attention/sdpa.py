@@ -11,6 +11,9 @@ from llmq.runtime.kv_store import KVStore
 
 # Sequences of one call are padded to the longest of them; another call is cheaper than reading this much more.
 MAX_PADDING = 1.5
+# A chunk of a longer prompt goes through the CPU's kernel this many queries at a time, with the keys that they see: the
+# kernel computes what a mask hides too. Much fewer queries read the keys too often.
+QUERIES_PER_TILE = 256
 # A softcap has no fused kernel: its scores are held, in float32, this many at a time (64 MiB).
 SCORES_PER_TILE = 2**24
 
@@ -23,6 +26,7 @@ class _Call:
     table: torch.Tensor  # [batch, width]: blocks that hold the keys
     num_keys: int  # of the longest, counted from the first block of `table`
     mask: torch.Tensor | None  # [batch, num_queries, num_keys], True where seen; None: causal over all keys
+    tiles: list[tuple[slice, slice]]  # of queries, and of the keys that they see
 
 
 class SdpaAttention:
@@ -40,7 +44,11 @@ class SdpaAttention:
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        attend = F.scaled_dot_product_attention if softcap is None else partial(_softcapped_attention, softcap=softcap)
+        # torch's kernel for CPUs takes the KV heads as they are, without a copy for each head.
+        grouped = softcap is None and queries.device.type == "cpu"
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=grouped)
+        if softcap is not None:
+            attend = partial(_softcapped_attention, softcap=softcap)
         spec = store.spec(layer)
         num_heads, num_kv_heads = queries.shape[1], spec.num_kv_heads
         group_size = num_heads // num_kv_heads
@@ -60,17 +68,18 @@ class SdpaAttention:
                 result = attend(rows, keys, values, attn_mask=mask, scale=scale)
                 output[call.tokens] = result.reshape(batch, 1, num_heads, -1)
             else:
-                if group_size > 1:
+                if group_size > 1 and not grouped:
                     keys, values = (part.repeat_interleave(group_size, dim=1) for part in (keys, values))
-                result = attend(
-                    rows.transpose(1, 2),
-                    keys,
-                    values,
-                    attn_mask=None if call.mask is None else call.mask[:, None],
-                    is_causal=call.mask is None,
-                    scale=scale,
-                )
-                output[call.tokens] = result.transpose(1, 2)
+                for tile, seen in call.tiles:
+                    result = attend(
+                        rows[:, tile].transpose(1, 2),
+                        keys[:, :, seen],
+                        values[:, :, seen],
+                        attn_mask=None if call.mask is None else call.mask[:, None, tile, seen],
+                        is_causal=call.mask is None,
+                        scale=scale,
+                    )
+                    output[call.tokens[:, tile]] = result.transpose(1, 2)
         return output
 
 
@@ -141,4 +150,18 @@ def _plan_call(metadata: AttentionMetadata, sequences: list[int]) -> _Call:
         table=metadata.block_table[torch.tensor(sequences, device=device)[:, None], columns],
         num_keys=num_keys,
         mask=mask,
+        tiles=_tiles(num_queries, num_keys, metadata.window, is_split=mask is not None and device.type == "cpu"),
     )
+
+
+def _tiles(num_queries: int, num_keys: int, window: int | None, is_split: bool) -> list[tuple[slice, slice]]:
+    """The queries of a call in tiles, each with all keys that one of its queries sees; the last query sees the last."""
+    if not is_split:
+        return [(slice(0, num_queries), slice(0, num_keys))]
+    tiles = []
+    for start in range(0, num_queries, QUERIES_PER_TILE):
+        stop = min(start + QUERIES_PER_TILE, num_queries)
+        behind = num_keys - num_queries
+        first = 0 if window is None else max(0, behind + start - window + 1)
+        tiles.append((slice(start, stop), slice(first, behind + stop)))
+    return tiles

@@ -22,12 +22,12 @@ from llmq.runtime.kv_store import KVStore, Slots
     window=st.sampled_from([None, 1, 7, 16]),
     block_tokens=st.sampled_from([1, 4, 16]),
     softcap=st.sampled_from([None, 0.5, 5.0]),
-    scores_per_tile=st.sampled_from([1, 100, sdpa.SCORES_PER_TILE]),
+    tiles=st.sampled_from([(1, 1), (100, 3), (sdpa.SCORES_PER_TILE, sdpa.QUERIES_PER_TILE)]),
     seed=st.integers(0, 1000),
 )
-def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, softcap, scores_per_tile, seed):
+def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, softcap, tiles, seed):
     queries, store, metadata = build(sequences, *heads, 8, window, block_tokens, seed)
-    with patch.object(sdpa, "SCORES_PER_TILE", scores_per_tile):
+    with patch.multiple(sdpa, SCORES_PER_TILE=tiles[0], QUERIES_PER_TILE=tiles[1]):
         made = [
             backend(queries, 1, store, backend.prepare(metadata), 0.3, softcap)
             for backend in (ReferenceAttention(), SdpaAttention())

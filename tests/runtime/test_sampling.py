@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from engine_driver import force_preemption, greedy, run_all
 
 from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.sampling import logprobs
 from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.sampler import Sampler, sample, truncate
 from llmq.runtime.sampling_params import SamplingParams
@@ -141,6 +143,16 @@ def test_bias_and_min_tokens():
     assert choose(eager_to_end, held) == 1
     assert choose(eager_to_end, held, token_ids=[7, 1, 1]) == 2
     assert choose(eager_to_end, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({1}))) == 0
+
+
+@pytest.mark.parametrize("cached_bytes", [1, 4 * 50 * 3, 2**20])
+def test_scores_in_slices_are_those_of_the_whole(cached_bytes):
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with equal ones
+    token_ids = [0, 49, 3, 3, 7, 11, 20]
+    with patch.object(logprobs, "CACHED_BYTES", cached_bytes):
+        made = logprobs.score_tokens(logits, token_ids, 2)
+    assert made == logprobs.token_logprobs(torch.log_softmax(logits, dim=-1), token_ids, 2)
+    assert [one.token_id for one in made] == token_ids
 
 
 def test_logprobs_are_of_the_models_own_distribution():
