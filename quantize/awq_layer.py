@@ -16,6 +16,16 @@ def quantize_layer(work: LayerWork) -> LayerOutcome:
     return AwqLayer(work).quantize()
 
 
+def smooth_layer(work: LayerWork) -> tuple[dict[str, Tensor], list[ScalingOutcome]]:
+    """Fold the scales and round nothing: the layer still computes what it did.
+
+    Returns what took a scale and stays in 16 bit, as it is stored, and what each mapping came to.
+    """
+    outcome = LayerOutcome()
+    AwqLayer(work).smooth(outcome)
+    return outcome.changed, outcome.scalings
+
+
 class AwqLayer:
     """One layer on its way through AWQ."""
 
@@ -26,13 +36,16 @@ class AwqLayer:
 
     def quantize(self) -> LayerOutcome:
         outcome = LayerOutcome()
+        self.smooth(outcome)
+        for name in self.work.schemes:
+            outcome.linears[name] = self._round(name)
+        return outcome
+
+    def smooth(self, outcome: LayerOutcome) -> None:
         self.moments = self.work.measure()
         with self.folding.checked("AWQ"):
             for mapping in self.work.mappings:
                 outcome.scalings.append(self._scale(mapping, outcome.changed))
-        for name in self.work.schemes:
-            outcome.linears[name] = self._round(name)
-        return outcome
 
     def _scale(self, mapping: ScaleMapping, changed: dict[str, Tensor]) -> ScalingOutcome:
         if skipped := why_skipped(mapping, set(self.work.schemes)):

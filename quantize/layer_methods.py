@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from llmq.quantize import awq, awq_layer, gptq, gptq_layer
+from llmq.quantize import awq, awq_layer, fp8, fp8_layer, gptq, gptq_layer, smoothquant, smoothquant_layer
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_work import LayerOutcome, LayerWork, LinearOutcome, Method
-from llmq.quantize.recipe import METHODS, LinearSettings, MethodOptions
+from llmq.quantize.recipe import METHODS, LinearSettings, MethodOptions, Recipe
 from llmq.quantize.report import ScalingReport, linear_report, relative_error
 from llmq.quantize.rounding import quantize_weight
 from llmq.quantize.targets import Target
@@ -25,14 +25,51 @@ def round_layer(work: LayerWork) -> LayerOutcome:
     return outcome
 
 
+# Method -> what to do to a layer, with the options.
 _OURS: dict[str, Callable[[MethodOptions], Method]] = {
     "awq": lambda options: awq_layer.quantize_layer,
     "gptq": lambda options: partial(gptq_layer.quantize_layer, damping=options.damp or gptq.DAMPING),
+    "smoothquant": lambda options: partial(smoothquant_layer.quantize_layer, alpha=options.alpha),
+    "fp8": lambda options: fp8_layer.quantize_layer,
     "rtn": lambda options: round_layer,
 }
 
-# What a method looks at, for the report.
-SETTINGS: dict[str, dict[str, Any]] = {"awq": awq.SETTINGS, "gptq": gptq.SETTINGS}
+# Of those that move scales: the moving alone.
+_SMOOTHING: dict[str, Callable[[MethodOptions], Callable[[LayerWork], tuple[dict, list]]]] = {
+    "awq": lambda options: awq_layer.smooth_layer,
+    "smoothquant": lambda options: partial(smoothquant_layer.smooth_layer, alpha=options.alpha),
+}
+
+
+def method_of(name: str, options: MethodOptions) -> Method:
+    """The method called `name`, as the options have it."""
+    return partial(_smooth_only, _SMOOTHING[name](options)) if options.smooth_only else _OURS[name](options)
+
+
+def _smooth_only(smooth: Callable[[LayerWork], tuple[dict, list]], work: LayerWork) -> LayerOutcome:
+    changed, scalings = smooth(work)
+    weights = {f"{name}.weight": work.linear(name).weight.detach() for name in work.schemes}
+    return LayerOutcome(changed={**changed, **weights}, scalings=scalings)
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe's methods look at, for the report."""
+    return {name: _SETTINGS[name] | _given(name, recipe.options) for name in sorted(recipe.methods)}
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "awq": awq.SETTINGS,
+    "gptq": gptq.SETTINGS,
+    "smoothquant": smoothquant.SETTINGS,
+    "fp8": fp8.SETTINGS,
+    "rtn": {},
+}
+
+
+def _given(method: str, options: MethodOptions) -> dict[str, Any]:
+    """What was asked for in place of a method's own setting."""
+    given = {"gptq": {"damping": options.damp}, "smoothquant": {"alpha": options.alpha}}.get(method, {})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def quantize_layer(
@@ -48,7 +85,7 @@ def quantize_layer(
     methods = {entry.method for entry in settings.values()}
     for method in sorted(methods, key=lambda name: (not METHODS[name].moves_scales, list(METHODS).index(name))):
         chosen = {name: entry for name, entry in settings.items() if entry.method == method}
-        made = _OURS[method](options)(work_for(chosen))
+        made = method_of(method, options)(work_for(chosen))
         outcome.linears |= made.linears
         outcome.changed |= made.changed
         outcome.scalings += made.scalings

@@ -19,7 +19,7 @@ from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.fingerprint import fingerprint, versions
 from llmq.quantize.formats.registry import writer_for
 from llmq.quantize.layer_loop import run_layers
-from llmq.quantize.layer_methods import SETTINGS
+from llmq.quantize.layer_methods import settings_of
 from llmq.quantize.layer_result import LayerResult, load_facts, load_result, save_tensors
 from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.output_folder import StoredTensor, appearing_whole, copy_companions, write_tensors
@@ -164,7 +164,7 @@ def _build_report(
         method=plan.recipe.method,
         scheme=plan.scheme_name,
         recipe=asdict(plan.recipe),
-        settings={name: SETTINGS[name] for name in sorted(plan.recipe.methods) if name in SETTINGS}
+        settings=settings_of(plan.recipe)
         if plan.recipe.backend == OWN
         else backend_named(plan.recipe.backend).settings(plan.recipe.method),
         group_size={"value": plan.recipe.group_size, "reason": plan.group_size_reason},

@@ -41,9 +41,9 @@ METHODS: dict[Method, MethodTraits] = {
         False,
         True,
         moves_scales=True,
-        backends=("llmcompressor",),
+        backends=(OWN, "llmcompressor"),
     ),
-    "fp8": MethodTraits("FP8 E4M3 weights and activations", (8,), True, False, False, backends=("llmcompressor",)),
+    "fp8": MethodTraits("FP8 E4M3 weights and activations", (8,), True, False, False, backends=(OWN, "llmcompressor")),
 }
 
 

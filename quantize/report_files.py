@@ -8,9 +8,11 @@ from llmq.quantize.report_html import REPORT_PAGE, render_report
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:
-    """Write or replace both, each whole at any moment."""
-    content = json.dumps(report.as_dict(), indent=2, ensure_ascii=False) + "\n"
-    for name, text in ((REPORT_FILE, content), (REPORT_PAGE, render_report(report))):
+    """Write or replace both, each whole at any moment. Where nothing was rounded there is nothing to plot: no page."""
+    texts = {REPORT_FILE: json.dumps(report.as_dict(), indent=2, ensure_ascii=False) + "\n"}
+    if report.linears:
+        texts[REPORT_PAGE] = render_report(report)
+    for name, text in texts.items():
         partial = folder / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.replace(folder / name)

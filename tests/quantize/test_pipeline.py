@@ -178,16 +178,24 @@ def test_awq_reports_its_choices_and_beats_rounding_in_every_mean(quantized):
     assert "auto" in report.group_size["reason"]
 
 
-def test_smoothquant_smooths_the_norms_and_says_what_it_left(quantized, source):
+def test_smoothquant_searches_an_alpha_for_each_input(quantized, source):
     folder, report = quantized("smoothquant")
     tensors, original = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
-    assert not torch.equal(
-        tensors["model.layers.0.input_layernorm.weight"], original["model.layers.0.input_layernorm.weight"]
-    )
     assert torch.equal(tensors["model.norm.weight"], original["model.norm.weight"])
-    skipped = {s.source.rsplit(".", 1)[1]: s.skipped for s in report.scalings if s.layer == 0}
-    assert skipped["input_layernorm"] is None
-    assert "norms only" in skipped["v_proj"]
+    assert len(report.scalings) == 8
+    for scaling in report.scalings:
+        assert scaling.skipped is None
+        assert scaling.error <= scaling.unscaled_error
+        norm = f"{scaling.source}.weight"
+        if "norm" in norm:
+            assert torch.equal(tensors[norm], original[norm]) == (scaling.alpha is None)
+    assert any(scaling.alpha is not None for scaling in report.scalings)
+
+
+def test_a_given_alpha_is_every_mappings(source, run_quantize, calibration_jsonl, tmp_path):
+    report = run_quantize(source, tmp_path / "out", "smoothquant", calibration_jsonl, options=MethodOptions(alpha=0.35))
+    assert {scaling.alpha for scaling in report.scalings} <= {0.35, None}
+    assert report.settings["smoothquant"]["alpha"] == 0.35
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
@@ -404,3 +412,56 @@ def test_one_short_text_is_enough_and_is_said_aloud(source, run_quantize, tmp_pa
     rounded = [entry for entry in report.linears if entry.damping is None]
     assert bool(rounded) == any("rounded to nearest" in w for w in report.warnings)
     assert torch.isfinite(transformers_model(tmp_path / "out")(torch.arange(3, 35).unsqueeze(0)).logits).all()
+
+
+@pytest.mark.parametrize("method", ["smoothquant", "awq"])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}), ("gemma2", {}), ("phi3", {})],
+)
+def test_smoothing_alone_changes_no_logit(
+    tiny_llama, run_quantize, calibration_jsonl, tmp_path, method, model_type, changes
+):
+    """C31: --dry-quant writes float32, with every pair that was smoothed, or why not, in the report."""
+    source = tiny_llama(model_type=model_type, dtype="bfloat16", **changes)
+    options = MethodOptions(alpha=0.5 if method == "smoothquant" else None, smooth_only=True)
+    report = run_quantize(source, tmp_path / "out", method, calibration_jsonl, options=options)
+    assert report.linears == []
+    assert report.bytes_after == report.predicted_bytes
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "float32"
+    moved = [scaling for scaling in report.scalings if scaling.skipped is None and scaling.alpha is not None]
+    assert moved
+    if model_type == "phi3":
+        assert all(s.skipped for s in report.scalings if s.source.endswith("_proj"))
+    else:
+        assert any(scaling.source.endswith("v_proj") for scaling in moved)  # folded over the heads that share it
+    original, smoothed = transformers_model(source, torch.float32), transformers_model(tmp_path / "out", torch.float32)
+    name = f"model.layers.0.{'self_attn.qkv_proj' if model_type == 'phi3' else 'self_attn.q_proj'}.weight"
+    assert not torch.equal(original.state_dict()[name], smoothed.state_dict()[name])
+    with torch.no_grad():
+        for start in range(5):
+            ids = torch.arange(3 + 20 * start, 35 + 20 * start).unsqueeze(0)
+            assert float((original(ids).logits - smoothed(ids).logits).abs().max()) < 1e-3
+
+
+def test_static_fp8_stores_the_largest_input(source, run_quantize, calibration_jsonl, tmp_path):
+    report = run_quantize(source, tmp_path / "out", "fp8", calibration_jsonl, fp8_scheme="static")
+    tensors, _, config = read_all(tmp_path / "out")
+    assert report.calibration is not None
+    name = "model.layers.1.mlp.down_proj"
+    assert config.read(name, tensors.__getitem__).input_scale > 0
+    assert tensors[f"{name}.input_scale"].shape == (1,)
+    assert report.scheme == "fp8 per tensor, activations fp8 static per tensor"
+    assert torch.isfinite(transformers_model(tmp_path / "out")(torch.arange(3, 35).unsqueeze(0)).logits).all()
+
+
+def test_fp8_blocks_go_into_the_layout_of_their_own(tiny_llama, run_quantize, tmp_path):
+    source = tiny_llama(dtype="bfloat16", hidden_size=128, head_dim=32, intermediate_size=256)
+    report = run_quantize(source, tmp_path / "out", "fp8", fp8_scheme="block", format="fp8")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert stored["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (2, 1)
+    assert report.bytes_after == report.predicted_bytes
+    assert report.calibration is None
