@@ -141,7 +141,8 @@ def _goal(
 
 def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str, restart: bool) -> "QuantizationReport":
     from llmq.quantize.pipeline import quantize_model
-    from llmq.quantize.work_folder import WorkFolder, work_path
+    from llmq.quantize.preflight import work_path
+    from llmq.quantize.work_folder import WorkFolder
 
     try:
         with console.progress() as progress:

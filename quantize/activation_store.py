@@ -1,5 +1,6 @@
 """The inputs of a decoder layer for all calibration samples: in memory up to a limit, beyond it in a mapped file."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,8 +36,7 @@ class ActivationStore(Sequence[Tensor]):
             else:
                 self._offsets[index] = self.spilled_bytes
                 self.spilled_bytes += -(-tensor.nbytes // _PAGE_BYTES) * _PAGE_BYTES
-                with open(self._spill, "r+b" if self._spill.exists() else "w+b") as file:
-                    file.truncate(self.spilled_bytes)
+                self._reserve()
             self[index] = tensor
 
     def __len__(self) -> int:
@@ -63,6 +63,11 @@ class ActivationStore(Sequence[Tensor]):
     def close(self) -> None:
         self._held.clear()
         self._spill.unlink(missing_ok=True)
+
+    def _reserve(self) -> None:
+        """Take the room on disk: a write to a mapped page that the disk has no room for would end the process."""
+        with open(self._spill, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, self.spilled_bytes)
 
     def _map(self, index: int) -> Tensor:
         shape = self._shapes[index]

@@ -62,6 +62,12 @@ class Plan:
         return _complete(replace(self, settings={**self.settings, **settings}))
 
 
+def work_path(out: Path) -> Path:
+    """The folder beside OUT that keeps finished layers until all are done."""
+    out = out.absolute()
+    return out.parent / f"{out.name}.work"
+
+
 def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto") -> Plan:
     """Check all that can be checked without reading a weight. Raises InputError or FailedError; makes no file.
 
@@ -195,8 +201,9 @@ def _check_out(out: Path, predicted_bytes: int) -> None:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"-o {out}: {parent} is not a folder that can be written to")
-    # Twice: finished layers are kept in a folder of their own until the whole is there.
-    needed, free = 2 * predicted_bytes, shutil.disk_usage(parent).free
+    # Twice: finished layers are kept in a folder of their own until the whole is there; some may be there already.
+    kept = sum(path.stat().st_size for path in work_path(out).glob("layer-*"))
+    needed, free = max(2 * predicted_bytes - kept, predicted_bytes), shutil.disk_usage(parent).free
     if free < needed * 1.02:
         raise InputError(
             f"-o {out}: the result takes {format_bytes(predicted_bytes)}, and as much again while it is made; "

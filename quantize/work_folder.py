@@ -12,6 +12,7 @@ from pathlib import Path
 from llmq.profiles.errors import FailedError, InputError
 from llmq.quantize.fingerprint import Fingerprint, differences
 from llmq.quantize.layer_result import LayerResult, flush, save_result
+from llmq.quantize.preflight import work_path
 
 _FINGERPRINT = "fingerprint.json"
 
@@ -43,11 +44,6 @@ class WorkFolder:
         """Drop every finished layer."""
         for path in self.files():
             path.unlink()
-
-
-def work_path(out: Path) -> Path:
-    out = out.absolute()
-    return out.parent / f"{out.name}.work"
 
 
 @contextmanager

@@ -417,7 +417,7 @@ def test_one_short_text_is_enough_and_is_said_aloud(source, run_quantize, tmp_pa
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}), ("gemma2", {}), ("phi3", {})],
+    [("llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}), ("gemma2", {}), ("phi3", {})],
 )
 def test_smoothing_alone_changes_no_logit(
     tiny_llama, run_quantize, calibration_jsonl, tmp_path, method, model_type, changes
@@ -438,7 +438,7 @@ def test_smoothing_alone_changes_no_logit(
     else:
         assert any(scaling.source.endswith("v_proj") for scaling in moved)  # folded over the heads that share it
     original, smoothed = transformers_model(source, torch.float32), transformers_model(tmp_path / "out", torch.float32)
-    name = f"model.layers.0.{'self_attn.qkv_proj' if model_type == 'phi3' else 'self_attn.q_proj'}.weight"
+    name = f"{moved[0].linears[0]}.weight"
     assert not torch.equal(original.state_dict()[name], smoothed.state_dict()[name])
     with torch.no_grad():
         for start in range(5):
@@ -465,3 +465,31 @@ def test_fp8_blocks_go_into_the_layout_of_their_own(tiny_llama, run_quantize, tm
     assert stored["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (2, 1)
     assert report.bytes_after == report.predicted_bytes
     assert report.calibration is None
+
+
+def test_a_source_in_several_files_gives_the_same_bytes(source, run_quantize, tmp_path):
+    folder = copy_of(source, tmp_path / "shards")
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    run_quantize(source, tmp_path / "one", "rtn")
+    run_quantize(folder, tmp_path / "two", "rtn")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert "model.safetensors.index.json" not in os.listdir(tmp_path / "two")
+
+
+def test_what_was_left_alone_is_compared_byte_by_byte(source, run_quantize, tmp_path, monkeypatch):
+    from llmq.quantize import pipeline
+
+    good = pipeline.as_stored
+    monkeypatch.setattr(pipeline, "as_stored", lambda tensor, dtype: good(tensor, dtype) * 1.01)
+    with pytest.raises(FailedError, match="was to be left alone, and is not what it is in"):
+        run_quantize(source, tmp_path / "out", "rtn")
+    assert os.listdir(tmp_path) == []

@@ -15,9 +15,9 @@ import torch
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError, InputError
 from llmq.quantize.fingerprint import differences, fingerprint
-from llmq.quantize.preflight import preflight
+from llmq.quantize.preflight import preflight, work_path
 from llmq.quantize.recipe import Recipe
-from llmq.quantize.work_folder import work_folder, work_path
+from llmq.quantize.work_folder import work_folder
 
 # One run that kills itself, as `kill -9` does, when the COUNTth layer is to be kept; with the threads of this process.
 KILLED = """
