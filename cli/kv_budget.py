@@ -39,11 +39,12 @@ def kv_budget(
     """
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget
-    from llmq.profiles.checkpoint import find_model, has_weights, read_config, read_quantization
+    from llmq.profiles.checkpoint import find_model, has_weights, read_checkpoint, read_config, read_quantization
     from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
-    from llmq.profiles.weight_size import weight_size
+    from llmq.profiles.weight_size import WeightSize, weight_size
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes, parse_dtype
+    from llmq.runtime.memory import most_blocks
 
     with console.progress() as progress:
         path = find_model(model, config_only=True, keep_blocks=True, progress=progress)
@@ -63,6 +64,10 @@ def kv_budget(
         dynamic_scales=_choice("--kv-scales", kv_scales, {"auto": as_served, "static": False, "dynamic": True}),
     )
     sizes = weight_size(path, weights)
+    if weights is None and has_weights(path):
+        held_bytes = read_checkpoint(path).held_bytes(dtypes.float_bytes)
+        if held_bytes != sizes.num_bytes:
+            sizes = WeightSize(held_bytes, f"as stored, held in {dtypes.dtype}")
     rank_weights = -(-sizes.num_bytes // tp)
     budget = Budget(
         architecture=architecture,
@@ -72,6 +77,7 @@ def kv_budget(
         weights=sizes,
         step_tokens=engine.max_num_batched_tokens,
         memory=_memory(gpu, memory, kv_cache_memory, gpu_memory_utilization, rank_weights),
+        most_blocks=most_blocks(layout, engine, architecture.max_position_embeddings) if gpu == "auto" else None,
     )
     if as_json:
         console.print_json(_as_json(model, budget))
@@ -208,6 +214,11 @@ def _notes(budget: "Budget", ctx: str | None) -> list[str]:
         lacking = format_bytes(-budget.memory.kv_cache_bytes)
         notes.append(
             f"The weights alone are {lacking} too large for it: more ranks (--tp) or fewer bits (--weights w4)."
+        )
+    elif budget.num_blocks == budget.most_blocks:
+        notes.append(
+            f"serve takes no more blocks: they hold all requests that it runs at once (--max-num-seqs) at the model's "
+            f"{arch.max_position_embeddings:,} tokens."
         )
     elif not budget.num_sequences:
         notes.append("Not one sequence fits: a shorter --ctx, more ranks (--tp), or fewer bits (--kv-dtype fp8).")

@@ -52,6 +52,7 @@ class Budget:
     weights: WeightSize  # of all ranks together
     step_tokens: int
     memory: Memory | None = None
+    most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
 
     @property
     def rank_weight_bytes(self) -> int:
@@ -89,7 +90,10 @@ class Budget:
     @property
     def num_blocks(self) -> int:
         """What the runtime allocates in the memory that is left."""
-        return max(0, self.layout.num_blocks(self.memory.kv_cache_bytes)) if self.memory else 0
+        if self.memory is None:
+            return 0
+        fitting = max(0, self.layout.num_blocks(self.memory.kv_cache_bytes))
+        return fitting if self.most_blocks is None else min(fitting, self.most_blocks)
 
     @property
     def num_sequences(self) -> int:

@@ -64,6 +64,9 @@ def _checked_folder(path: Path, config_only: bool) -> Path:
     return path
 
 
+_CAST_DTYPES = ("F64", "F32", "F16", "BF16")  # to the dtype of the activations, when they are loaded
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model folder as its config and its safetensors headers describe it. No weight was read."""
@@ -81,6 +84,13 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Of all tensors; the files are a header each larger."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def held_bytes(self, float_bytes: int) -> int:
+        """Of all tensors in memory: floats of 16 bits and more in `float_bytes` each, packed ones as stored."""
+        return sum(
+            tensor.num_elements * float_bytes if tensor.dtype in _CAST_DTYPES else tensor.num_bytes
+            for tensor in self.tensors.values()
+        )
 
 
 def has_weights(path: Path) -> bool:

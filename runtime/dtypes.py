@@ -25,6 +25,11 @@ class Dtypes:
     kv_dtype: str
     has_static_kv_scales: bool  # FP8 KV by the scales that the checkpoint stores, one for K and one for V of a layer
 
+    @property
+    def float_bytes(self) -> int:
+        """Of an activation, and of an unquantized weight."""
+        return 4 if self.dtype == "fp32" else 2
+
     @classmethod
     def of(cls, architecture_dtype: str, quantization: dict[str, Any] | None, engine: EngineConfig) -> "Dtypes":
         """`--dtype auto` is the checkpoint's own; `--kv-dtype auto` is what the checkpoint's `kv_cache_scheme` asks

@@ -194,7 +194,7 @@ def _build(config: EngineConfig) -> Engine:
         checkpoint, TORCH_DTYPES[dtypes.dtype], device, config.batch_invariant
     )
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
-        spare = available_memory_bytes() - checkpoint.total_bytes
+        spare = available_memory_bytes() - checkpoint.held_bytes(dtypes.float_bytes)
         if device.type == "cpu" and (config.kv_cache_memory_bytes or 0) > spare:
             raise InputError(
                 f"--kv-cache-memory {format_bytes(config.kv_cache_memory_bytes)}: beside the weights "

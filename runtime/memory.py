@@ -53,13 +53,16 @@ def plan_kv_cache(
     if config.kv_cache_memory_bytes is not None:
         num_blocks = layout.num_blocks(config.kv_cache_memory_bytes)
     else:
-        # More than every sequence at full length can never be used.
-        most = config.max_num_seqs * layout.blocks_for(wanted, step_tokens)
-        num_blocks = min(layout.num_blocks(max(0, available_bytes)), most)
+        num_blocks = min(layout.num_blocks(max(0, available_bytes)), most_blocks(layout, config, wanted))
     longest = layout.longest_sequence(num_blocks, wanted, step_tokens)
     if longest < (config.max_model_len or 1):
         raise InputError(_does_not_fit(layout, wanted, num_blocks, longest, dtypes.kv_dtype, step_tokens))
     return KVCachePlan(layout, num_blocks, min(wanted, longest))
+
+
+def most_blocks(layout: KVCacheLayout, config: EngineConfig, longest: int) -> int:
+    """What an engine takes at most where it may choose: every sequence at its full length, and more is never used."""
+    return config.max_num_seqs * layout.blocks_for(longest, config.max_num_batched_tokens)
 
 
 def _does_not_fit(

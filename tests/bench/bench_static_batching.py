@@ -1,9 +1,9 @@
 """Continuous against static batching: the same runtime, trace and p99 TPOT, the static side's batch size tuned.
 
 All requests are queued at once. What counts is the throughput that each way reaches within a limit on the p99 of the
-time per output token. The limits are those that static batching itself sets, one for each of its batch sizes; within
-each, the best batch size of static and the best setting of continuous batching are compared. Static batching computes
-no prompt while it decodes, which keeps its TPOT low: what prompts take is in its time to first token alone.
+time per output token. The limits are those that static batching itself sets, one for each of its batch sizes, and none;
+within each, the best batch size of static and the best setting of continuous batching are compared. Static batching
+computes no prompt while it decodes, which keeps its TPOT low: what prompts take is in its time to first token alone.
 
 Simulated: the real Scheduler, the time of a step from the roofline of an 8B bf16 model on an H100. With --model also
 the engine, in CPU time of its thread (other work on the machine does not count), and a simulation of more requests with
@@ -81,8 +81,8 @@ def simulate(lengths: list[Arrival], policy: StepPolicy, capacity_tokens: int, c
 
 
 def compare(run, batch_sizes: list[int], budgets: list[int]) -> list[tuple[Outcome, Outcome | None]]:
-    """(the best static outcome, the best continuous one) below each limit on p99 TPOT that a static batch size sets.
-    `run` makes a policy an Outcome."""
+    """(the best static outcome, the best continuous one) below each limit on p99 TPOT that a static batch size sets,
+    and without one. `run` makes a policy an Outcome."""
     static = [
         run(StepPolicy(max_num_seqs=size, max_num_batched_tokens=NO_LIMIT, admit_while_running=False))
         for size in batch_sizes
@@ -94,7 +94,7 @@ def compare(run, batch_sizes: list[int], budgets: list[int]) -> list[tuple[Outco
         if size <= budget
     ]
     pairs = []
-    for limit_s in sorted(one.tpot_p99_s for one in static):
+    for limit_s in [*sorted(one.tpot_p99_s for one in static), float("inf")]:
         bests = [
             max((o for o in outcomes if o.tpot_p99_s <= limit_s), key=lambda one: one.tokens_per_s, default=None)
             for outcomes in (static, continuous)

@@ -1,5 +1,7 @@
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -159,6 +161,39 @@ def test_auto_on_a_machine_without_gpu_gives_what_serve_would_take(folder, monke
     from llmq.runtime.memory import CPU_SHARE
 
     assert result["memory"]["kv_cache_bytes"] == int((10 * GiB - 269_030_016) * CPU_SHARE)
+
+
+@pytest.mark.parametrize("config", [SMOLLM2, GEMMA_1B])
+@pytest.mark.parametrize("gib", [3, 10, 2000])
+def test_auto_finds_the_blocks_that_serve_takes(folder, monkeypatch, config, gib):
+    """Also where there is room for more than every request at its full length."""
+    from llmq.profiles import machine
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes
+    from llmq.runtime.memory import plan_kv_cache
+
+    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: gib * GiB)
+    printed = budget(folder(config), "--gpu", "auto")["memory"]
+    engine = EngineConfig(model="")
+    dtypes = Dtypes.of(config["torch_dtype"], None, engine)
+    plan = plan_kv_cache(ModelArchitecture.from_config(config), engine, dtypes, printed["kv_cache_bytes"])
+    assert printed["num_blocks"] == plan.num_blocks
+    assert (printed["num_blocks"] < printed["kv_cache_bytes"] // plan.layout.block_bytes) == (gib == 2000)
+    assert ("serve takes no more blocks" in text(folder(config), "--gpu", "auto")) == (gib == 2000)
+
+
+def test_weights_count_as_they_are_held(folder):
+    """A checkpoint in float32 whose config says bf16: two bytes a weight are held, four are stored."""
+    from safetensors.numpy import save_file
+
+    path = folder(SMOLLM2)
+    tensors = {"w": np.zeros((8, 100), np.float32), "packed": np.zeros((5, 4), np.int32)}
+    save_file(tensors, Path(path) / "model.safetensors")
+    result = budget(path)
+    assert result["total"]["weight_bytes"] == 2 * 800 + 4 * 20
+    assert result["weights"] == "as stored, held in bf16"
 
 
 def test_auto_takes_the_smallest_gpu_there_is(folder, monkeypatch):
