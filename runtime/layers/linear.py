@@ -9,6 +9,7 @@ from torch import Tensor
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to, stack_rows
 from llmq.runtime.layers.dense_product import dense_product
 from llmq.runtime.layers.packed_int4 import PackedInt4Linear
+from llmq.runtime.layers.plane_linear import PlaneLinear
 from llmq.runtime.layers.rounded_input import round_input, rounded
 
 Weight = Tensor | QuantizedWeight
@@ -143,5 +144,6 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtyp
     if merged.scheme.activation is not None:
         rounds = QuantizedActivationLinear if QuantizedActivationLinear.runs(merged) else RoundedInputLinear
         return rounds(merged, bias, dtype)
-    kind = PackedInt4Linear if PackedInt4Linear.runs(merged, dtype) else WeightOnlyLinear
-    return kind(merged, bias, dtype)
+    if PackedInt4Linear.runs(merged, dtype):
+        return PackedInt4Linear(merged, bias, dtype)
+    return (PlaneLinear if PlaneLinear.runs(merged) else WeightOnlyLinear)(merged, bias, dtype)

@@ -12,7 +12,7 @@ from llmq.runtime.layers.dense_product import dense_product
 MAX_ROWS = 64
 GROUP_SIZES = (32, 64, 128, 256)
 _BLOCK_ROWS = 64  # of the weight, in the layout of an AVX512 machine
-_CHUNK_ELEMENTS = 1 << 18  # 1 MiB in float32: what is unpacked stays in the cache until it is rounded
+_CHUNK_ELEMENTS = 1 << 20  # enough for a call to cost little, and a step's memory not to grow by a layer's weight
 
 
 class PackedInt4Linear:
