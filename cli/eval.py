@@ -45,6 +45,7 @@ def evaluate(
     max_drop: Annotated[str | None, typer.Option(help="Most that scores may fall for a PASS: 1%.")] = None,
     tasks: Annotated[str | None, typer.Option(help="lm-eval tasks by name: arc_easy,hellaswag.")] = None,
     data: Annotated[Path | None, typer.Option(help="Your own JSONL: choices, or prompt and answer.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data of --tasks, instead of the hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First N items of a task, N windows of a text.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.  [default: the task's]")] = None,
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Tasks as conversations.")] = False,
@@ -68,6 +69,8 @@ def evaluate(
     wants_tasks, wants_text = bool(tasks or data), bool(ppl or baseline or not (tasks or data))
     if not wants_tasks and (num_fewshot is not None or apply_chat_template):
         raise InputError("--num-fewshot and --apply-chat-template are about tasks: give --tasks or --data with them")
+    if data_dir and not tasks:
+        raise InputError(f"--data-dir {data_dir} holds the data of lm-eval's tasks: name them with --tasks")
     if not wants_text and (window is not None or stride is not None):
         raise InputError("--window and --stride are about a text: give --ppl with them")
     margin = parse_max_drop(max_drop)
@@ -83,7 +86,7 @@ def evaluate(
         raise InputError(f"--baseline {saved} is a saved result, which has items to compare: give --tasks or --data")
     saved_samples = load_saved(saved) if saved else None
     options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    asked = TaskOptions(tasks, data, numerics, options, output) if wants_tasks else None
+    asked = TaskOptions(tasks, data, data_dir, numerics, options, output) if wants_tasks else None
     if asked:
         asked.check()
     text = _read_text(ppl or BUILTIN) if wants_text and not (saved and not ppl) else None

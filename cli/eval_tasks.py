@@ -51,6 +51,7 @@ class TaskOptions:
 
     tasks: str | None
     data: Path | None
+    data_dir: Path | None
     numerics: "Numerics"
     options: dict[str, Any]
     output: Path | None
@@ -83,7 +84,7 @@ class TaskOptions:
         from llmq.evals.tasks import LoadedTasks, load_named_tasks
 
         wanted = task_names(self.tasks)
-        loaded = load_named_tasks(wanted) if wanted else LoadedTasks()
+        loaded = load_named_tasks(wanted, self.data_dir) if wanted else LoadedTasks()
         if self.data:
             own_set = read_own_set(self.data)
             self._data_sha256 = own_set.sha256
@@ -131,6 +132,7 @@ class TaskOptions:
             "options": {**self.options, **asdict(self.numerics)},
             "tasks": {name: getattr(task, "VERSION", None) for name, task in sorted(loaded.tasks.items())},
             "data": self._data_sha256,
+            "data_dir": str(self.data_dir) if self.data_dir else None,
             "lm_eval": version("lm_eval"),
         }
 

@@ -70,6 +70,7 @@ def run_tasks(
             task.set_config(key="num_fewshot", value=num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
+        _check_few_shot(task)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     random.seed(_RANDOM_SEED)
     np.random.seed(_FEWSHOT_SEED)
@@ -83,6 +84,16 @@ def run_tasks(
     )
     samples = samples_of(results["samples"], lm.prompt_token_ids)
     return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, samples)
+
+
+def _check_few_shot(task: Any) -> None:
+    wanted = task.get_config("num_fewshot")
+    there = len(task.fewshot_docs()) if wanted else 0
+    if wanted and there < wanted:
+        raise InputError(
+            f"task {task.task_name} puts {wanted} examples before each question and has {there} to draw from: "
+            "give --num-fewshot 0, or the split that they come from (train, validation or dev) in --data-dir"
+        )
 
 
 def _scores(results: dict[str, Any], groups: dict[str, Any]) -> list[Score]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmq.evals.local_data import local_data_sets
 from llmq.profiles import hub
 from llmq.profiles.errors import InputError
 
@@ -42,8 +43,10 @@ def check_task_names(names: list[str]) -> None:
     raise _unknown(next(iter(unseen)), declared)
 
 
-def load_named_tasks(names: list[str]) -> LoadedTasks:
+def load_named_tasks(names: list[str], data_dir: Path | None = None) -> LoadedTasks:
     """The tasks of these names; a group or tag brings all of its own.
+
+    data_dir: local files instead of the hub's data sets, see `local_data`.
 
     Raises InputError on a name that lm-eval does not know, and, within seconds, on data that is neither reachable nor
     in the local cache, naming the data set.
@@ -56,8 +59,15 @@ def load_named_tasks(names: list[str]) -> LoadedTasks:
     for name in names:
         if name not in manager.task_index:
             raise _unknown(name, manager.all_tasks)
+    if data_dir is not None:
+        with local_data_sets(data_dir):
+            return _load_all(manager, names)
     if not hub.is_reachable():  # asked once, so that no minutes of retries follow
         _go_offline()
+    return _load_all(manager, names)
+
+
+def _load_all(manager: Any, names: list[str]) -> LoadedTasks:
     loaded = LoadedTasks()
     for name in names:
         try:
@@ -86,7 +96,7 @@ def _index_of_all() -> Any:
 def _load(manager: Any, name: str) -> dict[str, Any]:
     try:
         return manager.load([name])
-    except KeyError:
+    except (KeyError, InputError):
         raise
     except Exception as error:
         raise _unreachable(manager, name, error) from error
@@ -98,7 +108,7 @@ def _unreachable(manager: Any, name: str, error: Exception) -> InputError:
     subset = f" ({config['dataset_name']})" if config.get("dataset_name") else ""
     return InputError(
         f"task {name}: its data, {dataset}{subset}, could not be loaded: {_first_line(error)}. "
-        "Without a hub, evaluate a local file with --data FILE.jsonl"
+        "Without a hub, --data-dir DIR reads local files of it, and --data FILE.jsonl a set of your own"
     )
 
 
