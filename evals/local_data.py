@@ -2,8 +2,8 @@
 
 lm-eval asks for a data set by its id on the hub; `local_data_sets` answers from DIR instead. A file is called
 NAME.SPLIT[…].jsonl (or .jsonl.gz): `arc_easy.test.jsonl`, `hellaswag.val.jsonl.gz`, `gsm8k.train-first256.jsonl`; one
-without a split is a validation split. A row may have the fields of the hub's data set already, or the ones that MosaicML's llm-foundry publishes the same items in
-(query, choices, gold), which are put back into the hub's form here.
+without a split is a validation split. A row may have the fields of the hub's data set already, or the ones that
+MosaicML's llm-foundry publishes the same items in (query, choices, gold), which are put back into the hub's form here.
 """
 
 import contextlib
