@@ -1,6 +1,8 @@
 """ChatParser: the text of a chat answer taken apart, as it comes, into reasoning, content and tool calls."""
 
+import re
 import uuid
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -8,6 +10,15 @@ from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.frontend.tool_formats import ToolFormat
 
 THINK, END_THINK = "<think>", "</think>"
+
+# A call without its markers, as small models write it: JSON, in a fence or not, its braces doubled or not (the template
+# of Qwen2.5-Coder doubles them in its example).
+_BARE_CALL = re.compile(r'(?:```(?:json)?\s*)?\{\{?\s*"name"\s*:\s*"([\w.-]+)"')
+_BARE_CALL_BEGUN = re.compile(
+    r"`{0,2}|```(?:j|js|jso|json)?\s*|"
+    r'(?:```(?:json)?\s*)?\{\{?\s*(?:"(?:n(?:a(?:m(?:e(?:"\s*(?::\s*(?:"[\w.-]*)?)?)?)?)?)?)?)?'
+)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```)?\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class _State(Enum):
     REASONING = "between the markers of reasoning"
     CONTENT = "text for the reader"
     CALL = "after the marker that begins a call"
+    BARE_CALL = "in a call without markers, which is then the whole answer"
 
 
 class ChatParser:
@@ -42,11 +54,18 @@ class ChatParser:
     """
 
     def __init__(
-        self, tools: ToolFormat | None, *, reasons: bool, starts_in_reasoning: bool = False, one_call: bool = False
+        self,
+        tools: ToolFormat | None,
+        *,
+        reasons: bool,
+        starts_in_reasoning: bool = False,
+        one_call: bool = False,
+        functions: Collection[str] = (),
     ) -> None:
         """`reasons`: the answer may begin with <think>; `starts_in_reasoning`: the prompt ended with it; `one_call`:
-        further calls are dropped."""
+        further calls are dropped; `functions`: a call of one of these that is the whole answer needs no markers."""
         self._tools = tools
+        self._functions = functions
         self._reasons = reasons
         self._one_call = one_call
         plain = tools is None and not reasons
@@ -63,6 +82,7 @@ class ChatParser:
             _State.REASONING: self._reasoning,
             _State.CONTENT: self._content,
             _State.CALL: self._call,
+            _State.BARE_CALL: self._bare_call,
         }
         while steps[self._state](delta, final):
             pass
@@ -79,6 +99,12 @@ class ChatParser:
             self._held, self._state = text, _State.CALL
             return True
         undecided = not text or (self._reasons and THINK.startswith(text))
+        if self._functions:
+            begun = _BARE_CALL.match(text)
+            if begun and begun[1] in self._functions:
+                self._state = _State.BARE_CALL
+                return True
+            undecided = undecided or _BARE_CALL_BEGUN.fullmatch(text) is not None
         if undecided and not final:
             return False
         self._state = _State.CONTENT
@@ -122,14 +148,31 @@ class ChatParser:
         if calls is None:
             bare = self._tools.may_begin_bare and body.startswith("{")
             delta.content += ("" if bare else self._tools.opening) + body + found
-        for name, arguments in calls or ():
+        self._add_calls(delta, calls or ())
+        self._held, self._state, self._trim = after, _State.CONTENT, calls is not None
+        return bool(after)
+
+    def _bare_call(self, delta: ChatDelta, final: bool) -> bool:
+        if not final:
+            return False
+        body = self._held.strip()
+        if fenced := _FENCE.fullmatch(body):
+            body = fenced[1]
+        calls = self._tools.parse(body[1:-1] if body.startswith("{{") and body.endswith("}}") else body)
+        if calls is None or any(name not in self._functions for name, _ in calls):
+            self._state = _State.CONTENT
+            return True
+        self._add_calls(delta, calls)
+        self._held, self._state = "", _State.CONTENT
+        return False
+
+    def _add_calls(self, delta: ChatDelta, calls: Iterable[tuple[str, str]]) -> None:
+        for name, arguments in calls:
             if not (self._one_call and self.num_calls):
                 call_id = uuid.uuid4().hex[: self._tools.id_length]
                 prefix = "" if self._tools.id_length < 10 else "call_"
                 delta.tool_calls.append(ToolCall(self.num_calls, prefix + call_id, name, arguments))
                 self.num_calls += 1
-        self._held, self._state, self._trim = after, _State.CONTENT, calls is not None
-        return bool(after)
 
     def _take_certain(self, marker: str, final: bool) -> str:
         """The text that cannot belong to `marker` any more, nor be blanks before it."""

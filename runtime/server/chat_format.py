@@ -63,6 +63,7 @@ class ChatFormat:
             reasons=reasons,
             starts_in_reasoning=reasons and ends_in_reasoning(self._tokenizer, prompt_token_ids),
             one_call=request.parallel_tool_calls is False,
+            functions=frozenset(tool["function"]["name"] for tool in request.usable_tools),
         )
 
     def _has_strict(self, request: ChatRequest) -> bool:

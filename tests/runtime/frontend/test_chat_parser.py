@@ -58,13 +58,25 @@ CASES = [
     ),
     (LLAMA3, False, '{"answer": 42}', "", '{"answer": 42}', []),
     (LLAMA3, False, "It is {42}.", "", "It is {42}.", []),
+    (HERMES, False, CALL, "", "", ["f"]),
+    (HERMES, False, f"\n```json\n{CALL}\n```\n", "", "", ["f"]),
+    (HERMES, False, f"```\n{CALL}", "", "", ["f"]),
+    (HERMES, False, "{" + CALL + "}", "", "", ["f"]),
+    (HERMES, True, f"<think>a</think>\n\n```json\n{CALL}\n```", "a", "", ["f"]),
+    (HERMES, False, f"{CALL}\n{CALL}", "", "", ["f", "f"]),
+    (HERMES, False, f"{CALL} calls f.", "", f"{CALL} calls f.", []),
+    (HERMES, True, f"<think>a</think>\n{CALL} calls f.", "a", f"{CALL} calls f.", []),
+    (HERMES, False, CALL.replace('"f"', '"unheard_of"'), "", CALL.replace('"f"', '"unheard_of"'), []),
+    (HERMES, False, '```json\n{"name": "f", "arg', "", '```json\n{"name": "f", "arg', []),
+    (HERMES, False, "```python\nf()\n```", "", "```python\nf()\n```", []),
+    (HERMES, False, "`f`", "", "`f`", []),
 ]
 
 
 @pytest.mark.parametrize(("tools", "reasons", "text", "reasoning", "content", "names"), CASES)
 def test_what_a_text_is_made_of(tools, reasons, text, reasoning, content, names):
     for pieces in ([text], [*text, ""], [text[i : i + 3] for i in range(0, len(text), 3)]):
-        made = parse(ChatParser(tools, reasons=reasons), pieces)
+        made = parse(ChatParser(tools, reasons=reasons, functions=["f"] if tools else ()), pieces)
         assert (made.reasoning, made.content, [call.name for call in made.tool_calls]) == (reasoning, content, names)
         assert [call.index for call in made.tool_calls] == list(range(len(names)))
         assert len({call.call_id for call in made.tool_calls}) == len(names)
@@ -145,3 +157,9 @@ def with_template(folder: Path, target: Path, template: str) -> Tokenizer:
 def test_arguments_nested_without_end_are_no_call():
     deep = json.dumps("[" * 100_000)
     assert HERMES.parse(f'{{"name": "f", "arguments": {deep}}}') is None
+
+
+def test_code_is_not_held_back_for_what_could_be_a_call():
+    parser = ChatParser(HERMES, reasons=False, functions=["f"])
+    assert parser.push("```").content == ""
+    assert parser.push("py").content == "```py"
