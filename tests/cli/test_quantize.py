@@ -66,6 +66,14 @@ def test_json_is_one_object_on_stdout(llmq, tiny_llama, tmp_path):
         (["--awq", "--seq-len", "4096"], "at most 256 tokens"),
         (["--awq", "--ignore", "lm_heads"], "'lm_heads'"),
         (["--awq", "--device", "tpu"], "--device tpu"),
+        (["--rtn", "--dry-quant"], "moves none"),
+        (["--awq", "--damp", "0.1"], "--damp is GPTQ's"),
+        (["--gptq", "--alpha", "0.5"], "--alpha is SmoothQuant's"),
+        (["--fp8", "--fp8-scheme", "blocks"], "dynamic, static, block"),
+        (["--fp8", "--kv", "int8"], "--kv-dtype int8"),
+        (["--gptq", "--format", "gptq", "--asym"], "--format gptq_v2, or --sym"),
+        (["--awq", "--format", "ggml"], "--format ggml: one of compressed-tensors"),
+        (["--rtn", "--recipe", "none.toml"], "--recipe none.toml: no such file"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_before_any_work(llmq, tiny_llama, tmp_path, arguments, words):
@@ -95,3 +103,43 @@ def test_a_folder_that_holds_something_is_not_written_to(llmq, tiny_llama, tmp_p
     assert code == 2
     assert "not empty" in err
     assert os.listdir(tmp_path / "q") == ["mine"]
+
+
+def test_a_recipe_file_names_the_method_and_single_linears(llmq, tiny_llama, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('method = "rtn"\ngroup_size = 32\n[[layers]]\nmatch = "down_proj"\nbits = 8\n')
+    code, out, err = llmq("quantize", tiny_llama(), "--recipe", recipe, "--json", "-o", tmp_path / "q")
+    assert code == 0
+    assert "(as the recipe says)" in err
+    schemes = {entry["name"].rpartition(".")[2]: entry["scheme"] for entry in json.loads(out)["linears"]}
+    assert schemes["down_proj"] == "int8 g32 asymmetric"
+    assert schemes["up_proj"] == "int4 g32 asymmetric"
+
+
+def test_a_dry_run_prints_what_was_skipped(llmq, tiny_llama, calib, tmp_path):
+    model = tiny_llama(model_type="phi3")
+    code, out, err = llmq("quantize", model, "--smoothquant", "--dry-quant", "--calib", calib, "-o", tmp_path / "q")
+    assert code == 0
+    assert "scales moved, nothing rounded, float32" in err
+    assert "2 scale mappings skipped: v is inside self_attn.qkv_proj" in err
+    assert "in the linears" not in out
+
+
+def test_an_interruption_says_what_is_kept(llmq, tiny_llama, calib, tmp_path, monkeypatch):
+    from llmq.quantize.work_folder import WorkFolder
+
+    save = WorkFolder.save
+
+    def save_one(work, index, result):
+        if index:
+            raise KeyboardInterrupt
+        save(work, index, result)
+
+    monkeypatch.setattr(WorkFolder, "save", save_one)
+    code, _, err = llmq("quantize", tiny_llama(), "--awq", "--calib", calib, "-o", tmp_path / "q")
+    assert code == 130
+    assert f"1 finished layers are kept in {tmp_path / 'q.work'}" in err
+    monkeypatch.undo()
+    code, _, err = llmq("quantize", tiny_llama(), "--awq", "--group-size", "32", "--calib", calib, "-o", tmp_path / "q")
+    assert code == 2
+    assert "default.group_size was 64, is 32" in err
