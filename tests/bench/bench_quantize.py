@@ -8,6 +8,7 @@ is not done again, so that a run can be stopped, and --windows raised later.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -34,7 +35,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.work = Path(arguments.work)
+        self.work = Path(arguments.work or cache_dir() / "bench-quantize" / Path(arguments.model).name).absolute()
         self.results = ResultsFile(self.work / "results.jsonl")
         folder = find_model(arguments.model)
         self.models = {"as is": folder}
@@ -71,28 +72,32 @@ class Bench:
         console.status(f"quantizing: {row.folder}")
         command = [str(method.python()), str(FOLDER / f"drive_{method.driver}.py"), str(job.save())]
         log = Path(job.out) / "log.txt"
-        with open(log, "w", encoding="utf-8") as output:
-            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
-        if ended.returncode or not job.dense.exists():
+        code = _run(command, log, self.arguments.time_limit)
+        if code or not (Path(job.out) / "measured.json").exists():
             lines = log.read_text(encoding="utf-8").strip().splitlines()
-            console.warn(f"{row.folder} failed: {lines[-1] if lines else ended.returncode} ({log})")
+            console.warn(f"{row.folder} failed: {lines[-1] if lines else code} ({log})")
             return
         measured = json.loads((Path(job.out) / "measured.json").read_text(encoding="utf-8"))
         self.results.add(row, {**measured, "load_average": os.getloadavg()[0]})
 
     def _job(self, row: Row, method: Method) -> Job:
         arguments = self.arguments
-        text = {"text": arguments.calib, "num_samples": arguments.samples, "seq_len": arguments.seq_len}
+        text = {
+            "text": str(Path(arguments.calib).absolute()),
+            "num_samples": arguments.samples,
+            "seq_len": arguments.seq_len,
+        }
         return Job(
             model=str(self.models[row.model]),
             out=str(self.work / "checkpoints" / row.folder),
             scheme=SCHEMES[row.scheme],
-            samples=self._samples(),
+            samples=self.samples,
             calibration=text,
             options=method.options,
         )
 
-    def _samples(self) -> list[list[int]]:
+    @functools.cached_property
+    def samples(self) -> list[list[int]]:
         """The tokens that `llmq quantize` draws from the same file by the same seed."""
         arguments = self.arguments
         found = load_calibration(
@@ -105,7 +110,7 @@ class Bench:
 
     def score(self, row: Row, method: Method, indices: range) -> None:
         """Score windows `indices` of the row, and of its 16-bit model, where they are not there yet."""
-        if row not in self.results.quantized:
+        if not self.results.quantized.get(row, {}).get("is_whole", True) or row not in self.results.quantized:
             return
         job, reference = self._job(row, method), self.reference(row.model)
         for index in indices:
@@ -127,11 +132,26 @@ class Bench:
         return self._evaluators[model]
 
 
+def _run(command: list[str], log: Path, time_limit_s: float | None) -> int:
+    """The exit code. A driver that reaches the limit is told to end, and hands back what it measured until then."""
+    with open(log, "w", encoding="utf-8") as output:
+        # In its own folder: GPTQModel writes logs into the current one.
+        driver = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
+        try:
+            return driver.wait(time_limit_s)
+        except subprocess.TimeoutExpired:
+            driver.terminate()
+            return driver.wait()
+        except BaseException:
+            driver.kill()
+            raise
+
+
 def measure(arguments: argparse.Namespace) -> Report:
     bench = Bench(arguments)
     rows = bench.rows()
     step = arguments.windows_at_once
-    for begin in range(0, len(bench.windows), step):
+    for begin in range(0, max(1, len(bench.windows)), step):
         for row, method in rows if not arguments.only_report else ():
             bench.quantize(row, method)
             bench.score(row, method, range(begin, min(begin + step, len(bench.windows))))
@@ -139,37 +159,39 @@ def measure(arguments: argparse.Namespace) -> Report:
 
 
 def report(bench: Bench, rows: list[Row]) -> Report:
-    """Over the windows that all rows of a model have."""
+    """Each row over the windows that all rows of its model have; costs alone where nothing is scored."""
     results, lines, figures = bench.results, [], []
     for model in bench.arguments.models:
-        done = [row for row in rows if row.model == model and results.windows.get(row)]
-        shared = results.common_windows([*done, bench.reference(model)]) if done else []
-        if not shared:
-            continue
-        for row in (bench.reference(model), *done):
-            total, cost = results.total(row, shared), results.quantized.get(row, {})
-            ppl = math.exp(total.mean_nll)
-            figures.append({**vars(row), "ppl": ppl, **vars(total), **cost})
-            lines.append(
-                [
-                    model,
-                    row.scheme,
-                    f"{row.method} {row.version}" if cost else row.method,
-                    f"{ppl:.3f}",
-                    f"{total.mean_kl:.4f}",
-                    f"{total.top1_agreement:.1%}",
-                    *([f"{cost['wall_s']:.0f}", f"{cost['cpu_s']:.0f}"] if cost else ["", ""]),
-                    console.format_bytes(cost["above_imports_bytes"]) if cost else "",
-                    f"{total.num_scored:,}",
-                ]
-            )
+        of_model = [row for row in rows if row.model == model and row in results.quantized]
+        scored = [row for row in of_model if row in results.windows]
+        shared = results.common_windows([bench.reference(model), *scored])
+        for row in (*([bench.reference(model)] if shared else []), *of_model):
+            figure = {**vars(row), **results.quantized.get(row, {})}
+            if shared and row in results.windows:
+                total = results.total(row, shared)
+                figure |= {"ppl": math.exp(total.mean_nll), **vars(total)}
+            figures.append(figure)
+            name = f"{row.method} {row.version}" if row in results.quantized else row.method
+            lines.append([model, row.scheme, name, *_cells(figure)])
         lines.append([])
-    columns = ["model", "scheme", "method", ">ppl", ">KL", ">top-1", ">wall s", ">CPU s", ">memory", ">tokens"]
+    columns = ["model", "scheme", "method", ">ppl", ">KL", ">top-1", ">tokens", ">wall s", ">CPU s", ">memory"]
     notes = [
         "KL and top-1 are against the model's own 16 bit; bf16 forward, dequantized weights.",
         "Times on a machine with other work on it are upper bounds; memory is the peak resident set above the imports.",
     ]
     return Report(f"calibrated on {bench.calibration} tokens", columns, lines, {"rows": figures}, notes)
+
+
+def _cells(figure: dict) -> list[str]:
+    quality, cost = [""] * 4, [""] * 3
+    if "ppl" in figure:
+        quality = [f"{figure['ppl']:.3f}", f"{figure['mean_kl']:.4f}", f"{figure['top1_agreement']:.1%}"]
+        quality.append(f"{figure['num_scored']:,}")
+    if "wall_s" in figure:
+        at_least = "" if figure.get("is_whole", True) else ">"
+        cost = [f"{at_least}{figure['wall_s']:.0f}", f"{at_least}{figure['cpu_s']:.0f}"]
+        cost.append(console.format_bytes(figure["above_imports_bytes"]))
+    return [*quality, *cost]
 
 
 def main(argv: bench_report.Arguments = None) -> dict:
@@ -184,7 +206,8 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--seq-len", type=int, default=512)
     options.add_argument("--windows", default="20", help="the first N windows of 2048 tokens, or all")
     options.add_argument("--windows-at-once", type=int, default=4, help="score all rows on N before going on")
-    options.add_argument("--work", default=str(cache_dir() / "bench-quantize"))
+    options.add_argument("--time-limit", type=float, help="seconds; a row cut short has its cost so far, and no score")
+    options.add_argument("--work", help="folder of results and checkpoints; one for each --model")
     options.add_argument("--only-report", action="store_true", help="print what is there")
     return bench_report.run(options.parse_args(argv), measure)
 

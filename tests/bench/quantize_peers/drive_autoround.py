@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    job, meter = Job.from_command_line(), Meter()
+    job = Job.from_command_line()
+    meter = Meter(job)
     scheme = job.scheme
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
     tuner = AutoRound(
@@ -26,7 +27,7 @@ def main() -> None:
         **job.options,
     )
     tuner.quantize_and_save(str(job.checkpoint), format="fake")
-    meter.stop(job)
+    meter.stop()
     folder = next(path.parent for path in job.checkpoint.rglob("config.json"))
     save_changed(job, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
 

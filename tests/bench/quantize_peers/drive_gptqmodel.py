@@ -12,14 +12,15 @@ from job import Job, Meter
 
 
 def main() -> None:
-    job, meter = Job.from_command_line(), Meter()
+    job = Job.from_command_line()
+    meter = Meter(job)
     scheme = job.scheme
     config = GPTQConfig(bits=scheme.bits, group_size=scheme.group_size, sym=scheme.symmetric, device="cpu")
     model = GPTQModel.load(job.model, config)
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job.samples]
     model.quantize(samples, batch_size=1)
     model.save(str(job.checkpoint))
-    meter.stop(job)
+    meter.stop()
     del model
     save_changed(job, dequantized_state(job))
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    job, meter = Job.from_command_line(), Meter()
+    job = Job.from_command_line()
+    meter = Meter(job)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
     is_calibrated = job.scheme.kind == "int"
     oneshot(
@@ -24,7 +25,7 @@ def main() -> None:
     )
     model.save_pretrained(job.checkpoint, save_compressed=True)
     AutoTokenizer.from_pretrained(job.model).save_pretrained(job.checkpoint)
-    meter.stop(job)
+    meter.stop()
     del model
     save_changed(job, decompressed_state(job.checkpoint))
 

@@ -16,20 +16,21 @@ IMPORTED = (torch, safetensors.torch, transformers.AutoModelForCausalLM, llmq.qu
 
 
 def main() -> None:
-    job, meter = Job.from_command_line(), Meter()
+    job = Job.from_command_line()
+    meter = Meter(job)
     sys.argv = ["llmq", *arguments(job)]
     try:
         llmq_command()
     except SystemExit as ended:
         if ended.code:
             raise
-    meter.stop(job)
+    meter.stop()
     save_changed(job, decompressed_state(job.checkpoint))
 
 
 def arguments(job: Job) -> list[str]:
     scheme, options = job.scheme, job.options
-    made = ["quantize", job.model, f"--{options['method']}", "-o", str(job.checkpoint), *options.get("arguments", ())]
+    made = ["quantize", job.model, f"--{options['method']}", "--no-proof", "-o", str(job.checkpoint)]
     if scheme.group_size:
         made += ["--bits", str(scheme.bits), "--group-size", str(scheme.group_size)]
         made.append("--sym" if scheme.symmetric else "--asym")

@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 def main() -> None:
-    job, meter = Job.from_command_line(), Meter()
+    job = Job.from_command_line()
+    meter = Meter(job)
     state = load_file(Path(job.model) / "model.safetensors")
     for name, tensor in state.items():
         if name.startswith("model.layers.") and tensor.dim() == 2:
             state[name] = rounded(tensor.float(), job.scheme).to(tensor.dtype)
-    meter.stop(job)
+    meter.stop()
     save_changed(job, {"lm_head.weight": state["model.embed_tokens.weight"], **state})
 
 

@@ -6,6 +6,7 @@ then, unmeasured, it writes `out`/dense.safetensors: each tensor that differs fr
 
 import json
 import resource
+import signal
 import sys
 import threading
 import time
@@ -65,13 +66,14 @@ class Job:
 
 
 class Meter:
-    """Time and memory from here, after the imports, to `stop`.
+    """Time and memory from here, after the imports, to `stop`, or to SIGTERM, where a time limit cuts the work short.
 
     Peaks are resident sets: `peak_rss_bytes` is the kernel's own high-water mark, set back where this starts, and
     counts pages of mapped files; the anonymous peak, sampled every 50 ms, does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         _reset_high_water_mark()
         self._imports_bytes = _status_bytes("VmRSS")
         self._imports_anonymous_bytes = self._peak_anonymous = _status_bytes("RssAnon")
@@ -79,17 +81,24 @@ class Meter:
         self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
+        signal.signal(signal.SIGTERM, self._cut_short)
 
     def _sample(self) -> None:
         while not self._stopped.wait(_SAMPLE_EVERY_S):
             self._peak_anonymous = max(self._peak_anonymous, _status_bytes("RssAnon"))
 
-    def stop(self, job: Job) -> None:
+    def _cut_short(self, *_: object) -> None:
+        self.stop(is_whole=False)
+        sys.exit(0)
+
+    def stop(self, *, is_whole: bool = True) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         wall_s, cpu_s = time.perf_counter() - self._started_s, _cpu_seconds() - self._cpu_s
         peak = _status_bytes("VmHWM")
         self._stopped.set()
         self._sampler.join()
         measured = {
+            "is_whole": is_whole,
             "wall_s": round(wall_s, 2),
             "cpu_s": round(cpu_s, 2),
             "imports_rss_bytes": self._imports_bytes,
@@ -97,7 +106,7 @@ class Meter:
             "above_imports_bytes": peak - self._imports_bytes,
             "anonymous_above_imports_bytes": self._peak_anonymous - self._imports_anonymous_bytes,
         }
-        (Path(job.out) / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+        (Path(self._job.out) / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
 
 
 def _reset_high_water_mark() -> None:
