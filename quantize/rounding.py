@@ -3,7 +3,6 @@
 The scale is rounded to the dtype it is stored in before the weight is divided by it: storing it costs nothing more.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,10 @@ from llmq.quantize.formats.scheme import WeightScheme
 
 # Below these a stored scale would be zero, or denormal where hardware flushes those.
 _SMALLEST_SCALE = {torch.float16: 2.0**-24}
-# Shares of a group's range that a search tries.
+# Shares of a group's range that a search tries: few bits gain by giving up the far weights, many lose by it.
 CLIPS = tuple(1 - i / 20 for i in range(9))  # 1 .. 0.6
+FINE_CLIPS = tuple(1 - i / 80 for i in range(9))  # 1 .. 0.9
+_FINE_BITS = 6
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ def searched_grid(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
-    clips: Sequence[float] = CLIPS,
 ) -> Grid:
     """The `range_grid` whose clip, group by group, rounds with the least sum of importance · (W' - W)^2.
 
@@ -105,7 +105,7 @@ def searched_grid(
     weights_of_error = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
     weights_of_error = weights_of_error.view(groups.shape[1], -1)
     best, best_error = None, None
-    for clip in clips:
+    for clip in CLIPS if scheme.bits < _FINE_BITS else FINE_CLIPS:
         grid = range_grid(weight, scheme, scale_dtype, clip)
         delta = grid.grouped(grid.values(grid.nearest(weight))) - groups
         error = (delta.square_() * weights_of_error).sum(-1)
