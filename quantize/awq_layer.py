@@ -1,14 +1,20 @@
 """AWQ on one decoder layer: measure its inputs, search and fold the scales, clip, round to nearest, fit the steps."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from llmq.quantize.awq import output_error, search_clip, search_scales
+from llmq.quantize.awq import output_error, scaled_round_trip, search_clip, search_scales
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome, ScalingOutcome
 from llmq.quantize.mappings import ScaleMapping, why_skipped
 from llmq.quantize.rounding import range_grid, round_trip, saturated_share
 from llmq.quantize.scale_fit import refit_scales
 from llmq.quantize.scale_folding import ScaleFolding
+
+# Tokens that the layer's output is compared on, and the samples that they are the beginnings of.
+SEARCH_TOKENS = 1024
+SEARCH_SAMPLES = 4
 
 
 def quantize_layer(work: LayerWork) -> LayerOutcome:
@@ -56,6 +62,7 @@ class AwqLayer:
             self.work.schemes[mapping.linears[0]],
             self.work.dtype,
             lambda s: self.folding.realize(mapping, s),
+            self._layer_error(mapping) if mapping.kind == "norm" else None,
         )
         is_scaled = bool((choice.scales != 1).any())
         if is_scaled:
@@ -68,6 +75,28 @@ class AwqLayer:
             unscaled_error=choice.unscaled_error,
             num_unusable=choice.num_unusable,
         )
+
+    def _layer_error(self, mapping: ScaleMapping) -> Callable[[Tensor], float]:
+        """Scales -> |dy|^2 / |y|^2 of what the layer adds to some tokens, the mapping's linears rounded under them."""
+        linears = {self.work.linear(name): self.work.schemes[name] for name in mapping.linears}
+        originals = [linear.weight.clone() for linear in linears]
+        samples = _short_samples(self.work.samples)
+        expected = [self._addition(sample) for sample in samples]
+        energy = sum(float(y.square().sum()) for y in expected) or 1.0
+
+        def error_of(s: Tensor) -> float:
+            for (linear, scheme), weight in zip(linears.items(), originals, strict=True):
+                linear.weight.copy_(scaled_round_trip(weight, s, scheme, self.work.dtype))
+            made = [self._addition(sample) for sample in samples]
+            for linear, weight in zip(linears, originals, strict=True):
+                linear.weight.copy_(weight)
+            return sum(float((y - z).square().sum()) for y, z in zip(made, expected, strict=True)) / energy
+
+        return error_of
+
+    def _addition(self, sample: Tensor) -> Tensor:
+        output = self.work.run(sample)
+        return output - sample.to(output.device)
 
     def _round(self, name: str) -> LinearOutcome:
         linear, moments, scheme = self.work.linear(name), self.moments[name], self.work.schemes[name]
@@ -93,3 +122,9 @@ class AwqLayer:
             num_dead_inputs=moments.num_dead,
             num_tokens=moments.num_tokens,
         )
+
+
+def _short_samples(samples: Sequence[Tensor]) -> list[Tensor]:
+    """The beginnings of samples, evenly spread, SEARCH_TOKENS in all where there are as many."""
+    longest = SEARCH_TOKENS // SEARCH_SAMPLES
+    return [samples[i][:, :longest] for i in range(0, len(samples), -(-len(samples) // SEARCH_SAMPLES))]

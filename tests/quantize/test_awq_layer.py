@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from layer_bench import ALL, GQA_9_3, LayerBench
+from layer_bench import ALL, G16, GQA_9_3, LayerBench
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import FailedError
+from llmq.quantize.awq import ALPHAS, candidate_scales, relative_weight_size
 from llmq.quantize.awq_layer import AwqLayer, quantize_layer
 from llmq.quantize.layer_stream import LayerStream
 from llmq.quantize.mappings import ScaleMapping, why_skipped
+from llmq.quantize.rounding import round_trip
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,34 @@ def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_ll
             assert linear.output_error <= linear.rtn_output_error * 1.05
         ours = sum(linear.output_error for linear in outcome.linears.values())
         assert ours < 0.8 * sum(linear.rtn_output_error for linear in outcome.linears.values())
+
+
+def test_scales_of_norms_are_those_of_least_error_in_what_the_layer_adds(tiny_llama):
+    bench = LayerBench(tiny_llama())
+    mapping = bench.mappings[0]
+    with bench.stream.layer(bench.index) as layer:
+        awq = measured(bench.work(layer))
+        weights = {name: layer.get_submodule(name).weight.clone() for name in mapping.linears}
+        expected = [bench.addition(layer, sample) for sample in bench.samples]
+        energy = sum(float(y.square().sum()) for y in expected)
+
+        def error(s):
+            for name, weight in weights.items():
+                layer.get_submodule(name).weight.copy_(round_trip(weight * s, G16, torch.bfloat16) / s)
+            made = [bench.addition(layer, sample) for sample in bench.samples]
+            for name, weight in weights.items():
+                layer.get_submodule(name).weight.copy_(weight)
+            return sum(float((a - b).square().sum()) for a, b in zip(made, expected, strict=True)) / energy
+
+        moments = awq.moments[mapping.linears[0]]
+        size = relative_weight_size(list(weights.values()), G16)
+        candidates = [candidate_scales(moments.mean_abs, size, alpha) for alpha in ALPHAS]
+        realized = [awq.folding.realize(mapping, s) for s in candidates]
+        coarse = [error(s) for s in realized]
+        scaling = awq._scale(mapping, {})
+        assert scaling.error <= min(coarse) * (1 + 1e-4)
+        assert scaling.unscaled_error > scaling.error
+        assert all(not (layer.get_submodule(name).weight == weight).all() for name, weight in weights.items())
 
 
 def test_linears_left_alone_keep_their_bytes_and_stop_the_mappings_they_are_in(tiny_llama):
