@@ -111,7 +111,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
-    index = path / "model.safetensors.index.json"
+    # AutoGPTQ names both after the quantization: gptq_model-4bit-128g.safetensors.
+    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), path / "model.safetensors.index.json")
     remote = path / REMOTE_HEADERS
     if remote.is_file():
         headers = _read_json(remote)

@@ -2,9 +2,13 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_weights import make
 from safetensors import safe_open
 
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig, to_tensors
@@ -240,3 +244,65 @@ def test_the_writer_names_modules_only_where_schemes_differ(folder):
 def test_a_format_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(FormatError, match="compressed-tensors"):
         writer_for("safetensors")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(
+        [
+            *(
+                ("int", bits, strategy, {"zero": zero})
+                for bits in range(2, 9)
+                for strategy in ("group", "channel")
+                for zero in (None, "int")
+            ),
+            ("float", 8, "channel", {}),
+            ("float", 8, "tensor", {}),
+            ("float", 8, "block", {"block_rows": 16}),
+            ("float", 4, "group", {"outer": 1}),
+        ]
+    ),
+    st.integers(0, 2**31),
+)
+def test_what_we_write_means_the_same_to_compressed_tensors_and_to_us(case, seed):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    kind, bits, strategy, more = case
+    weight = make(kind, bits, strategy, 48, 64, seed, **more)
+    if kind == "float" and bits == 4:
+        e4m3 = (torch.rand(weight.scale.shape) + 0.1).to(torch.float8_e4m3fn)
+        weight = replace(weight, scale=e4m3, outer_scale=1 / torch.tensor([[1234.5]], dtype=torch.float64))
+    elif kind == "int" and bits == 8 and strategy == "channel" and weight.zero_point is None:
+        scheme = replace(weight.scheme, layout="int-quantized")
+        weight = replace(weight, scheme=scheme, values=weight.integers().contiguous())
+    writer = writer_for("compressed-tensors")
+    writer.check(weight.scheme, weight.shape)
+    tensors = writer.tensors("a", weight)
+    config = QuantizationConfig.from_config(writer.config({"a": weight.scheme}, []))
+    made = config.read("a", tensors.__getitem__)
+    assert made.scheme == weight.scheme
+    assert set(tensors) == set(config.tensor_names("a", weight.scheme))
+    assert torch.equal(made.dequantize(), weight.dequantize())
+    for again, tensor in writer.tensors("a", made).items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), tensors[again].view(-1).view(torch.uint8))
+    group = config.to_config()["config_groups"]["group_0"]
+    stored = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
+    theirs = BaseCompressor.get_value_from_registry(group["format"]).decompress(stored, QuantizationScheme(**group))
+    rtol = 0.008 if bits == 4 and kind == "float" else 1e-6  # theirs makes NVFP4 dense in bf16
+    torch.testing.assert_close(theirs["weight"].float(), weight.dequantize(), rtol=rtol, atol=1e-6)
+
+
+def test_numbers_that_do_not_cross_words_are_read_too():
+    """Ten of 3 bits in a word, as older versions of compressed-tensors packed them."""
+    q = torch.randint(-4, 4, (4, 64), generator=torch.Generator().manual_seed(0))
+    words = torch.zeros(4, 7, dtype=torch.int64)
+    for i in range(64):
+        words[:, i // 10] |= (q[:, i] + 4) << 3 * (i % 10)
+    stored = {
+        "a.weight_packed": words.to(torch.int32),
+        "a.weight_scale": torch.ones(4, 1),
+        "a.weight_shape": torch.tensor([4, 64]),
+    }
+    config = QuantizationConfig.from_config(w4(num_bits=3, strategy="channel"))
+    assert torch.equal(config.read("a", stored.__getitem__).dequantize(), q.float())
