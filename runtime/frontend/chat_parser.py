@@ -158,7 +158,8 @@ class ChatParser:
         body = self._held.strip()
         if fenced := _FENCE.fullmatch(body):
             body = fenced[1]
-        calls = self._tools.parse(body[1:-1] if body.startswith("{{") and body.endswith("}}") else body)
+        bodies = [body[1:], body[1:-1]] if body.startswith("{{") else [body]  # the last brace is not always doubled
+        calls = next((calls for one in bodies if (calls := self._tools.parse(one)) is not None), None)
         if calls is None or any(name not in self._functions for name, _ in calls):
             self._state = _State.CONTENT
             return True

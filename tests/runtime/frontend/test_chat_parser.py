@@ -62,6 +62,7 @@ CASES = [
     (HERMES, False, f"\n```json\n{CALL}\n```\n", "", "", ["f"]),
     (HERMES, False, f"```\n{CALL}", "", "", ["f"]),
     (HERMES, False, "{" + CALL + "}", "", "", ["f"]),
+    (HERMES, False, "{" + CALL, "", "", ["f"]),
     (HERMES, True, f"<think>a</think>\n\n```json\n{CALL}\n```", "a", "", ["f"]),
     (HERMES, False, f"{CALL}\n{CALL}", "", "", ["f", "f"]),
     (HERMES, False, f"{CALL} calls f.", "", f"{CALL} calls f.", []),
