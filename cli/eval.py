@@ -44,7 +44,7 @@ def evaluate(
     baseline: Annotated[str | None, typer.Option(help="Original model, or a saved RESULT.json of its tasks.")] = None,
     max_drop: Annotated[str | None, typer.Option(help="Most that scores may fall for a PASS: 1%.")] = None,
     tasks: Annotated[str | None, typer.Option(help="lm-eval tasks by name: arc_easy,hellaswag.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Your own JSONL: choices, or prompt and answer.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Your own JSONL: choices, answers, conversations or texts.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data of --tasks, instead of the hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First N items of a task, N windows of a text.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.  [default: the task's]")] = None,
@@ -86,7 +86,7 @@ def evaluate(
         raise InputError(f"--baseline {saved} is a saved result, which has items to compare: give --tasks or --data")
     saved_samples = load_saved(saved) if saved else None
     options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    asked = TaskOptions(tasks, data, data_dir, numerics, options, output) if wants_tasks else None
+    asked = TaskOptions(tasks, data, data_dir, numerics, options, output, margin) if wants_tasks else None
     if asked:
         asked.check()
     text = _read_text(ppl or BUILTIN) if wants_text and not (saved and not ppl) else None

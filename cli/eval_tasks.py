@@ -55,6 +55,7 @@ class TaskOptions:
     numerics: "Numerics"
     options: dict[str, Any]
     output: Path | None
+    max_drop: float | None = None
     _logs: list["AnswerLog"] = field(default_factory=list)
     _data_sha256: str | None = None
     _loaded: "LoadedTasks | None" = None
@@ -80,9 +81,11 @@ class TaskOptions:
             import lm_eval  # noqa: F401
         except ImportError as error:
             raise InputError("--tasks and --data need lm-eval: pip install 'llmq-toolkit[eval]'") from error
-        from llmq.evals.own_set import as_lm_eval_task, read_own_set
-        from llmq.evals.tasks import LoadedTasks, load_named_tasks
+        from llmq.evals.own_set import read_own_set
+        from llmq.evals.own_task import as_lm_eval_task, check_options
+        from llmq.evals.tasks import LoadedTasks, load_named_tasks, quiet_libraries
 
+        quiet_libraries()
         wanted = task_names(self.tasks)
         loaded = load_named_tasks(wanted, self.data_dir) if wanted else LoadedTasks()
         if self.data:
@@ -90,6 +93,12 @@ class TaskOptions:
             self._data_sha256 = own_set.sha256
             if own_set.name in loaded.tasks:
                 raise InputError(f"--data {self.data} would be called as the task {own_set.name}: rename the file")
+            check_options(
+                own_set,
+                num_fewshot=self.options["num_fewshot"],
+                apply_chat_template=self.options["apply_chat_template"],
+                max_drop=self.max_drop,
+            )
             loaded.tasks[own_set.name] = as_lm_eval_task(own_set)
         if not loaded.tasks:
             raise InputError(f"--tasks {self.tasks!r} names no task")

@@ -1,10 +1,21 @@
-"""A user's own evaluation set: a JSONL file, checked line by line, as an lm-eval task.
+"""A user's own evaluation set: a JSONL file, checked line by line.
 
-Two kinds of line, one kind a file. PROMPT is any of "query", "question", "prompt"; GOLD of "gold", "answer", "label".
+Four kinds of line, one kind a file. PROMPT is any of "query", "question", "prompt"; GOLD of "gold", "answer", "label".
   multiple choice  {PROMPT: text, "choices": [text, ...], GOLD: index from 0, the right choice's text, or its letter}
   generation       {PROMPT: text, "answer": text}
+  conversation     {"messages": [{"role": "user", "content": text}, ...], "answer": text}
+  text             {"text": text}, for its perplexity
 The prompt goes to the model as written, and each choice is scored as its continuation, joined by one space (however
-many the file has there). A generated answer counts when it equals the reference, white space around both taken off.
+many the file has there). A conversation goes through the model's chat template and ends with the user's turn.
+
+A line with an answer may also have
+  "match"       "exact" (the default): the generated answer equals the reference, white space around both taken off;
+                "contains": the reference stands somewhere in it, as written; "regex": the reference, a pattern of
+                Python's re, is found in it; "numeric": its last number is the reference, to a millionth
+  "stop"        a text or several that end the generation. Without it a line's end does where every line of the file is
+                a prompt with an exact answer of one line, and else only the model's own end
+  "max_tokens"  most tokens generated: 128 where it is not there
+Other fields (an id, a category) are not read.
 """
 
 import hashlib
@@ -14,13 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from llmq.evals.matching import MATCHES, problem_of
 from llmq.profiles.errors import InputError
 
 PROMPT_KEYS = ("query", "question", "prompt")
 GOLD_KEYS = ("gold", "answer", "label")
+DEFAULT_MATCH = "exact"
+_OF_ANSWERS = ("match", "stop", "max_tokens")  # what only a line with an answer to generate may have
+_ROLES = ("system", "user", "assistant")
 _MAX_ERRORS_SHOWN = 10
 
-Kind = Literal["multiple_choice", "generate_until"]
+Kind = Literal["multiple_choice", "generation", "conversation", "text"]
+Fields = dict[str, Any]
 
 
 class LineError(ValueError):
@@ -29,7 +45,8 @@ class LineError(ValueError):
 
 @dataclass(frozen=True)
 class OwnSet:
-    """`items` have the fields prompt, choices, gold (an index) or prompt, answer."""
+    """`items` have the fields prompt, choices, gold (an index); or prompt or messages, answer, match, stop (a list,
+    None: not given), max_tokens (None: not given); or text."""
 
     name: str
     kind: Kind
@@ -56,9 +73,12 @@ def read_own_set(path: Path) -> OwnSet:
             continue
         kinds.setdefault(kind, number)
         items.append(item)
-    if len(kinds) == 2 and not errors:
-        mc, gen = kinds["multiple_choice"], kinds["generate_until"]
-        errors.append(f"line {mc} has choices and line {gen} has none: put each kind into a file of its own")
+    if len(kinds) > 1 and not errors:
+        first, second = sorted(kinds, key=kinds.get)[:2]
+        errors.append(
+            f"line {kinds[first]} is of the kind {_shown(first)} and line {kinds[second]} {_shown(second)}: "
+            "put each kind into a file of its own"
+        )
     if errors:
         more = f"\n  and {len(errors) - _MAX_ERRORS_SHOWN} more" if len(errors) > _MAX_ERRORS_SHOWN else ""
         raise InputError(f"{path} cannot be evaluated:\n  " + "\n  ".join(errors[:_MAX_ERRORS_SHOWN]) + more)
@@ -67,7 +87,11 @@ def read_own_set(path: Path) -> OwnSet:
     return OwnSet(path.stem, next(iter(kinds)), items, hashlib.sha256(data).hexdigest())
 
 
-def _parse_line(line: bytes) -> tuple[Kind, dict[str, Any]]:
+def _shown(kind: Kind) -> str:
+    return kind.replace("_", " ")
+
+
+def _parse_line(line: bytes) -> tuple[Kind, Fields]:
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -76,23 +100,72 @@ def _parse_line(line: bytes) -> tuple[Kind, dict[str, Any]]:
         raise LineError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(fields, dict):
         raise LineError(f"a JSON object is expected, this is {type(fields).__name__}")
-    prompt = _one_of(fields, PROMPT_KEYS)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise LineError("the prompt is not a text with something in it")
-    if "choices" in fields:
-        choices = fields["choices"]
-        if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise LineError("'choices' is not a list of texts")
-        if len(choices) < 2:
-            raise LineError(f"'choices' needs two texts or more, this has {len(choices)}")
-        choices = [choice.strip() for choice in choices]
-        return "multiple_choice", {"prompt": prompt.rstrip(" "), "choices": choices, "gold": _gold(fields, choices)}
+    if "text" in fields and not any(key in fields for key in (*PROMPT_KEYS, "messages", "choices", "answer")):
+        _refuse_fields(fields, _OF_ANSWERS, "an answer, and this line is a text")
+        return "text", {"text": _some_text(fields["text"], "'text'")}
+    if "messages" in fields:
+        _refuse_fields(fields, (*PROMPT_KEYS, "choices"), "a prompt, and this line is a conversation")
+        return "conversation", {"messages": _messages(fields["messages"]), **_wanted(fields)}
+    prompt = _some_text(_one_of(fields, PROMPT_KEYS), "the prompt")
+    if "choices" not in fields:
+        return "generation", {"prompt": prompt, **_wanted(fields)}
+    _refuse_fields(fields, _OF_ANSWERS, "an answer to generate, and this line has choices")
+    choices = fields["choices"]
+    if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
+        raise LineError("'choices' is not a list of texts")
+    if len(choices) < 2:
+        raise LineError(f"'choices' needs two texts or more, this has {len(choices)}")
+    choices = [choice.strip() for choice in choices]
+    return "multiple_choice", {"prompt": prompt.rstrip(" "), "choices": choices, "gold": _gold(fields, choices)}
+
+
+def _some_text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise LineError(f"{name} is not a text with something in it")
+    return value
+
+
+def _refuse_fields(fields: Fields, names: tuple[str, ...], belongs_to: str) -> None:
+    for name in names:
+        if name in fields:
+            raise LineError(f"'{name}' belongs to {belongs_to}")
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise LineError('\'messages\' is not a list of {"role": …, "content": …}')
+    read = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise LineError(f'message {number} is not {{"role": …, "content": …}} and nothing else')
+        if message["role"] not in _ROLES:
+            raise LineError(f"message {number}: the role is one of {', '.join(_ROLES)}, not {message['role']!r}")
+        read.append({"role": message["role"], "content": _some_text(message["content"], f"message {number}")})
+    if read[-1]["role"] != "user":
+        raise LineError(f"the last message is the {read[-1]['role']}'s: the model answers a user's")
+    return read
+
+
+def _wanted(fields: Fields) -> Fields:
+    """What is generated and when it counts."""
     answer = fields.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise LineError("neither 'choices' nor an 'answer' with something in it")
-    return "generate_until", {"prompt": prompt, "answer": answer}
+    match = fields.get("match", DEFAULT_MATCH)
+    if match not in MATCHES:
+        raise LineError(f"'match' is one of {', '.join(MATCHES)}, not {match!r}")
+    if problem := problem_of(match, answer):
+        raise LineError(problem)
+    stop = fields.get("stop")
+    stop = [stop] if isinstance(stop, str) else stop
+    if stop is not None and not (isinstance(stop, list) and all(isinstance(one, str) and one for one in stop)):
+        raise LineError("'stop' is not a text or a list of texts")
+    max_tokens = fields.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise LineError(f"'max_tokens' is a whole number of at least 1, not {max_tokens!r}")
+    return {"answer": answer, "match": match, "stop": stop, "max_tokens": max_tokens}
 
 
 def _one_of(fields: dict, keys: tuple[str, ...]) -> Any:
@@ -116,44 +189,3 @@ def _gold(fields: dict, choices: list[str]) -> int:
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(choices):
         raise LineError(f"the right answer {gold!r} is not an index 0..{len(choices) - 1}, counted from 0")
     return gold
-
-
-def as_lm_eval_task(own_set: OwnSet, max_gen_tokens: int = 128):
-    """An lm-eval ConfigurableTask over the set; few-shot examples come from its other items.
-
-    A generation ends at a line's end, or, where a reference has several lines, at the model's own end.
-    """
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
-
-    config: dict[str, Any] = {
-        "task": own_set.name,
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(own_set.items)},
-        "test_split": "test",
-        "fewshot_split": "test",
-        "output_type": own_set.kind,
-        "doc_to_text": "prompt",
-        "target_delimiter": " ",
-        "metadata": {"version": 1},
-    }
-    if own_set.kind == "multiple_choice":
-        metrics = ["acc", "acc_norm"]
-        config |= {"doc_to_choice": "choices", "doc_to_target": "gold"}
-    else:
-        metrics = ["exact_match"]
-        one_line = not any("\n" in item["answer"].strip() for item in own_set.items)
-        config |= {
-            "doc_to_target": "answer",
-            "process_results": _exact_match,
-            "generation_kwargs": {
-                "until": ["\n"] if one_line else [],
-                "max_gen_toks": max_gen_tokens,
-                "do_sample": False,
-            },
-        }
-    config["metric_list"] = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics]
-    return ConfigurableTask(config=config)
-
-
-def _exact_match(doc: dict, results: list[str]) -> dict[str, float]:
-    return {"exact_match": float(results[0].strip() == doc["answer"].strip())}

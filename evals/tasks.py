@@ -25,6 +25,14 @@ class LoadedTasks:
     groups: dict[str, Any] = field(default_factory=dict)
 
 
+def quiet_libraries() -> None:
+    """lm-eval's remarks on its own command line, and datasets' bars, are none of a user of ours."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+
+
 def check_task_names(names: list[str]) -> None:
     """Raises InputError for a name that none of lm-eval's files mentions: from the files alone, in about a second.
 

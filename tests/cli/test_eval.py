@@ -275,3 +275,24 @@ def test_what_a_verdict_needs_is_asked_for(llmq, tiny_llama, arguments, message)
     code, _, err = llmq("eval", folder, *[str(folder) if a == "MODEL" else a for a in arguments])
     assert code == 2
     assert message in " ".join(err.split())
+
+
+def test_a_set_of_each_kind_of_line_is_quiet_when_piped(tiny_llama, tmp_path):
+    """A program of its own, whose stderr is a pipe: no bar and no remark of a library's."""
+    sets = {
+        "numbers": [{"prompt": "2 + 2 =", "answer": 4, "match": "numeric", "max_tokens": 4}],
+        "chat": [{"messages": [{"role": "user", "content": "hi"}], "answer": "hi", "max_tokens": 4}],
+        "texts": [{"text": "the value of an expression"}],
+    }
+    metrics = {"numbers": {"match"}, "chat": {"exact_match"}, "texts": {"byte_perplexity", "bits_per_byte"}}
+    program = [sys.executable, "-m", "llmq", "eval", str(tiny_llama()), "--threads", "1", "--json"]
+    for name, lines in sets.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)))
+        options = ["--apply-chat-template"] if name == "chat" else []
+        done = subprocess.run([*program, "--data", str(path), *options], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert metrics[name] <= {score["metric"] for score in json.loads(done.stdout)["tasks"]["scores"]}
+        assert "kwargs" not in done.stderr
+        assert "it/s" not in done.stderr
+        assert "examples/s" not in done.stderr

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from llmq.evals.own_set import as_lm_eval_task, read_own_set
+from llmq.evals.own_set import read_own_set
+from llmq.evals.own_task import as_lm_eval_task, check_options
 from llmq.profiles.errors import InputError
 
 
@@ -35,7 +36,7 @@ def test_prompt_and_choice_are_joined_by_one_space_whatever_the_file_has(jsonl):
 
 def test_a_generation_set_takes_texts_and_numbers_as_answers(jsonl):
     own_set = read_own_set(jsonl({"prompt": "2+2=", "answer": 4}, {"query": "Say hi", "answer": "hi"}))
-    assert (own_set.kind, own_set.name) == ("generate_until", "mine")
+    assert (own_set.kind, own_set.name) == ("generation", "mine")
     assert [item["answer"] for item in own_set.items] == ["4", "hi"]
 
 
@@ -55,7 +56,35 @@ def test_a_generation_set_takes_texts_and_numbers_as_answers(jsonl):
         ({"query": "a", "choices": ["x", "y"], "gold": True}, "line 2: the right answer True is not an index"),
         ({"query": "a", "choices": ["x", "y"], "gold": "z"}, "line 2: the right answer 'z' is not one of the choices"),
         ({"query": "a", "choices": ["x", "y"]}, "line 2: exactly one of 'gold', 'answer', 'label' is needed"),
-        ({"query": "a", "choices": ["x", "y"], "gold": 0}, "line 2 has choices and line 1 has none"),
+        (
+            {"query": "a", "choices": ["x", "y"], "gold": 0},
+            "line 1 is of the kind generation and line 2 multiple choice",
+        ),
+        (
+            {"prompt": "a", "answer": "x", "match": "fuzzy"},
+            "'match' is one of exact, contains, regex, numeric, not",
+        ),
+        (
+            {"prompt": "a", "answer": "(", "match": "regex"},
+            r"the answer '\(' is no regular expression: missing",
+        ),
+        ({"prompt": "a", "answer": "four", "match": "numeric"}, "line 2: the answer 'four' is no number"),
+        ({"prompt": "a", "answer": "x", "stop": [""]}, "line 2: 'stop' is not a text or a list of texts"),
+        (
+            {"prompt": "a", "answer": "x", "max_tokens": 0},
+            "'max_tokens' is a whole number of at least 1, not 0",
+        ),
+        ({"query": "a", "choices": ["x", "y"], "gold": 0, "match": "regex"}, "line 2: 'match' belongs to an answer to"),
+        ({"text": " "}, "line 2: 'text' is not a text with something in it"),
+        ({"text": "a", "stop": "b"}, "line 2: 'stop' belongs to an answer, and this line is a text"),
+        ({"messages": [], "answer": "x"}, "line 2: 'messages' is not a list of"),
+        ({"messages": [{"role": "bot", "content": "a"}], "answer": "x"}, "message 1: the role is one of system, user"),
+        ({"messages": [{"role": "user"}], "answer": "x"}, "line 2: message 1 is not"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "answer": "x"}, "the last message is the assistant's"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "prompt": "b", "answer": "x"},
+            "'prompt' belongs to a prompt",
+        ),
     ],
 )
 def test_a_bad_line_is_named(jsonl, line, message):
@@ -88,8 +117,26 @@ def test_few_shot_examples_are_the_other_items(jsonl):
     task = as_lm_eval_task(read_own_set(jsonl(*items)))
     task.set_config(key="num_fewshot", value=2)
     task.set_fewshot_seed(seed=1234)
-    context = task.fewshot_context(items[1], num_fewshot=2)
+    context = task.fewshot_context(task.dataset["test"][1], num_fewshot=2)
     assert context.endswith("question 1")
     assert context.count("question 1") == 1
     assert "question 0 answer 0\n\n" in context
     assert "question 2 answer 2\n\n" in context
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "answer": "x"}, {}, "give --apply-chat-template"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "answer": "x"},
+            {"apply_chat_template": True, "num_fewshot": 2},
+            "leave --num-fewshot away",
+        ),
+        ({"text": "a b"}, {"apply_chat_template": True}, "are about prompts"),
+        ({"text": "a b"}, {"max_drop": 0.01}, "no right answer that --max-drop could count"),
+    ],
+)
+def test_options_that_a_kind_of_set_has_no_use_for_are_refused(jsonl, line, options, message):
+    with pytest.raises(InputError, match=message):
+        check_options(read_own_set(jsonl(line)), **{"num_fewshot": None, "apply_chat_template": False, **options})

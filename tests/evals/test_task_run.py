@@ -1,12 +1,14 @@
 """A local JSONL through lm-eval on a real engine."""
 
 import json
+import math
 import socket
 
 import pytest
 
 from llmq.evals.harness import EngineLM
-from llmq.evals.own_set import as_lm_eval_task, read_own_set
+from llmq.evals.own_set import read_own_set
+from llmq.evals.own_task import as_lm_eval_task
 from llmq.evals.task_run import run_tasks
 from llmq.evals.tasks import LoadedTasks, load_named_tasks
 from llmq.profiles.errors import InputError
@@ -68,6 +70,61 @@ def test_generation_counts_an_answer_equal_up_to_white_space(lm, tmp_path):
     items = [{"prompt": "the value", "answer": f" {said[0].strip()}\n"}, {"prompt": "an object", "answer": "no such"}]
     run = run_tasks(lm, local(tmp_path / "b.jsonl", items), num_fewshot=0)
     assert [(s.metric, s.value) for s in run.scores] == [("exact_match", 0.5)]
+
+
+def scores_of(run) -> list[dict[str, float]]:
+    return [sample.scores for sample in run.samples]
+
+
+def test_each_answer_counts_by_its_line_s_own_match(lm, tmp_path):
+    prompts = ["the value", "an object", "return", "a class"]
+    said = [
+        s.answers[0]
+        for s in run_tasks(
+            lm, local(tmp_path / "a.jsonl", [{"prompt": p, "answer": "?", "match": "contains"} for p in prompts])
+        ).samples
+    ]
+    middle = said[0].strip()[2:4]
+    items = [
+        {"prompt": prompts[0], "answer": middle, "match": "contains"},
+        {"prompt": prompts[1], "answer": "^[^\x00]", "match": "regex"},
+        {"prompt": prompts[2], "answer": 12345, "match": "numeric"},
+        {"prompt": prompts[3], "answer": said[3].strip()},
+    ]
+    run = run_tasks(lm, local(tmp_path / "b.jsonl", items))
+    assert [score["match"] for score in scores_of(run)] == [1.0, 1.0, 0.0, 1.0]
+    assert run.scores[0].value == 0.75
+
+
+def test_a_line_s_own_stop_and_limit_are_honoured(lm, tmp_path):
+    whole = run_tasks(lm, local(tmp_path / "a.jsonl", [{"prompt": "the value", "answer": "x", "match": "contains"}]))
+    text = whole.samples[0].answers[0]
+    items = [
+        {"prompt": "the value", "answer": "x", "match": "contains", "stop": text[3:5]},
+        {"prompt": "the value", "answer": "x", "match": "contains", "max_tokens": 1},
+    ]
+    stopped, short = (s.answers[0] for s in run_tasks(lm, local(tmp_path / "b.jsonl", items)).samples)
+    assert stopped == text.split(text[3:5])[0]
+    assert len(short) < len(text)
+
+
+def test_a_conversation_is_the_template_s_as_the_server_would_make_it(lm, tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    loaded = local(tmp_path / "chat.jsonl", [{"messages": messages, "answer": "hi"}])
+    run = run_tasks(lm, loaded, apply_chat_template=True)
+    assert run.samples[0].prompt_token_ids == lm._tokenizer.encode_chat(messages)
+
+
+def test_texts_have_lm_eval_s_perplexities_and_each_a_likelihood_of_its_own(lm, tmp_path):
+    texts = ["the value of an expression", "return an object of this class " * 20]
+    run = run_tasks(lm, local(tmp_path / "texts.jsonl", [{"text": text} for text in texts]))
+    values = {score.metric: score.value for score in run.scores}
+    per_byte = [score["log_likelihood_per_byte"] for score in scores_of(run)]
+    total = sum(one * len(text) for one, text in zip(per_byte, texts, strict=True))
+    assert values["byte_perplexity"] == pytest.approx(math.exp(-total / sum(map(len, texts))))
+    assert values["bits_per_byte"] == pytest.approx(math.log2(values["byte_perplexity"]))
+    num_words = sum(len(text.split()) for text in texts)
+    assert values["word_perplexity"] == pytest.approx(math.exp(-total / num_words))
 
 
 def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
