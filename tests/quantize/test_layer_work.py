@@ -99,3 +99,12 @@ def test_a_stage_holds_the_like_linears_of_all_experts():
     schemes = {f"{i}.{name}": WeightScheme("int", 4, "channel") for i in range(3) for name in ("up", "down")}
     work = LayerWork(layer, schemes, (), [torch.randn(1, 5, 4)], layer, torch.bfloat16, 1)
     assert work.stages() == (("0.up", "1.up", "2.up"), ("0.down", "1.down", "2.down"))
+
+
+def test_the_second_moment_of_a_wide_input_is_whole_and_symmetric():
+    statistics, x = InputStatistics(1300), torch.randn(2, 50, 1300)
+    for sample in x:
+        statistics.add(sample)
+    whole = x.flatten(0, 1)
+    torch.testing.assert_close(statistics.gram, whole.T @ whole / 100, rtol=1e-4, atol=1e-4)
+    assert torch.equal(statistics.gram, statistics.gram.T)
