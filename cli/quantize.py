@@ -29,6 +29,9 @@ def quantize(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make: it appears whole or not at all.")],
     awq: Annotated[bool, typer.Option("--awq", help="Weights scaled by what activates them.")] = False,
     gptq: Annotated[bool, typer.Option("--gptq", help="Weights whose rounding errors are compensated.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="For each layer the better of both, in both their times.")
+    ] = False,
     smoothquant: Annotated[bool, typer.Option("--smoothquant", help="INT8 weights and activations.")] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="FP8 E4M3 weights and activations.")] = False,
     rtn: Annotated[bool, typer.Option("--rtn", help="Weights plainly rounded; no calibration.")] = False,
@@ -56,7 +59,8 @@ def quantize(
 ) -> None:
     """Quantize MODEL into the folder OUT, which llmq serve, transformers and vLLM load.
 
-    Without a method: FP8 where the device computes in it, else AWQ. The head and the embedding stay in 16 bit.
+    Without a method: FP8 where the device computes in it, else AWQ; in a search the better of AWQ and GPTQ. The head
+    and the embedding stay in 16 bit.
     --target and --max-kl measure what each linear's rounding costs the model and choose its bits and group size.
     --ignore names linears by words of their name (down_proj, layers.0) or by re: and a regular expression; repeatable.
     Finished layers are kept in OUT.work until all are done: after an interruption the same command goes on from there.
@@ -65,13 +69,13 @@ def quantize(
     from llmq.quantize.preflight import preflight
     from llmq.quantize.recipe_file import build_recipe, read_recipe_file
 
-    flags = {"awq": awq, "gptq": gptq, "smoothquant": smoothquant, "fp8": fp8, "rtn": rtn}
+    flags = {"awq": awq, "gptq": gptq, "best": best, "smoothquant": smoothquant, "fp8": fp8, "rtn": rtn}
     asked = [name for name, is_set in flags.items() if is_set]
     if len(asked) > 1:
         raise InputError(f"one method at a time: --{' and --'.join(asked)} were given")
     _check_device_name(device)
     content = {} if recipe is None else read_recipe_file(recipe)
-    method, reason = _method(asked, content, backend, device)
+    method, reason = _method(asked, content, backend, device, is_searched=bool(target or max_kl))
     given = {
         "method": method,
         "bits": bits,
@@ -109,7 +113,9 @@ def quantize(
     console.print_json(report.as_dict()) if as_json else _print_report(plan, report)
 
 
-def _method(asked: list[str], content: dict[str, Any], backend: str | None, device: str) -> tuple[str, str]:
+def _method(
+    asked: list[str], content: dict[str, Any], backend: str | None, device: str, *, is_searched: bool
+) -> tuple[str, str]:
     """The method for what no rule of the recipe file names otherwise, and why that one."""
     from llmq.quantize.backends.registry import OWN, backend_named
 
@@ -119,6 +125,8 @@ def _method(asked: list[str], content: dict[str, Any], backend: str | None, devi
         return content["method"], "as the recipe says"
     if backend not in (None, OWN):
         return backend_named(backend).methods[0], f"what --backend {backend} is asked for"
+    if is_searched:
+        return "best", "the default of a search"
     return _default_method(device)
 
 

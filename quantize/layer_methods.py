@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from llmq.quantize import awq, awq_layer, fp8, fp8_layer, gptq, gptq_layer, smoothquant, smoothquant_layer
+from llmq.quantize import awq, awq_layer, best_layer, fp8, fp8_layer, gptq, gptq_layer, smoothquant, smoothquant_layer
 from llmq.quantize.layer_result import LayerResult
 from llmq.quantize.layer_work import LayerOutcome, LayerWork, LinearOutcome, Method
 from llmq.quantize.recipe import METHODS, LinearSettings, MethodOptions, Recipe
@@ -29,6 +29,9 @@ def round_layer(work: LayerWork) -> LayerOutcome:
 _OURS: dict[str, Callable[[MethodOptions], Method]] = {
     "awq": lambda options: awq_layer.quantize_layer,
     "gptq": lambda options: partial(gptq_layer.quantize_layer, damping=options.damp or gptq.DAMPING),
+    "best": lambda options: partial(
+        best_layer.quantize_layer, methods={name: _OURS[name](options) for name in ("awq", "gptq")}
+    ),
     "smoothquant": lambda options: partial(smoothquant_layer.quantize_layer, alpha=options.alpha),
     "fp8": lambda options: fp8_layer.quantize_layer,
     "rtn": lambda options: round_layer,
@@ -60,6 +63,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 _SETTINGS: dict[str, dict[str, Any]] = {
     "awq": awq.SETTINGS,
     "gptq": gptq.SETTINGS,
+    "best": {"awq": awq.SETTINGS, "gptq": gptq.SETTINGS, "compared batches": best_layer.NUM_COMPARED},
     "smoothquant": smoothquant.SETTINGS,
     "fp8": fp8.SETTINGS,
     "rtn": {},
@@ -68,7 +72,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 def _given(method: str, options: MethodOptions) -> dict[str, Any]:
     """What was asked for in place of a method's own setting."""
-    given = {"gptq": {"damping": options.damp}, "smoothquant": {"alpha": options.alpha}}.get(method, {})
+    damping = {"damping": options.damp}
+    given = {"gptq": damping, "best": damping, "smoothquant": {"alpha": options.alpha}}.get(method, {})
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -121,7 +126,7 @@ def as_result(
                 num_tokens=linear.num_tokens,
                 damping=linear.damping,
                 routed_tokens=routed_tokens.get(name),
-                method=settings[name].method,
+                method=linear.method or settings[name].method,
             )
         )
     layer = int(prefix.rstrip(".").rpartition(".")[2])

@@ -221,6 +221,7 @@ class LinearOutcome:
     num_dead_inputs: int | None = None  # input channels that are zero for every token
     num_tokens: int | None = None
     damping: float | None = None  # as a share of the Hessian's mean diagonal
+    method: str | None = None  # of several that were tried, the one it is of
 
 
 @dataclass(frozen=True)

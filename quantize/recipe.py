@@ -7,7 +7,7 @@ from llmq.profiles.errors import InputError
 from llmq.quantize.backends.registry import OWN, backend_named
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
 
-Method = Literal["awq", "gptq", "smoothquant", "fp8", "rtn"]
+Method = Literal["awq", "gptq", "best", "smoothquant", "fp8", "rtn"]
 Fp8Scheme = Literal["dynamic", "static", "block"]
 KVChoice = Literal["fp8", "int8"]
 
@@ -33,6 +33,7 @@ class MethodTraits:
 METHODS: dict[Method, MethodTraits] = {
     "awq": MethodTraits("AWQ", (4, 3, 8), False, True, True, moves_scales=True, backends=(OWN, "autoawq")),
     "gptq": MethodTraits("GPTQ", (4, 3, 8), False, True, True, backends=(OWN, "llmcompressor", "autogptq")),
+    "best": MethodTraits("the better of AWQ and GPTQ for each layer", (4, 3, 8), False, True, True, moves_scales=True),
     "rtn": MethodTraits("round to nearest", (4, 3, 8), False, True, False),
     "smoothquant": MethodTraits(
         "SmoothQuant, INT8 weights and activations",
@@ -238,12 +239,12 @@ def _check_options(recipe: Recipe) -> None:
         raise InputError("--alpha is SmoothQuant's: it has no effect here")
     if options.alpha is not None and not 0 <= options.alpha <= 1:
         raise InputError(f"--alpha {options.alpha}: a number from 0 (weights) to 1 (activations) is expected")
-    if options.damp is not None and "gptq" not in methods:
+    if options.damp is not None and not methods & {"gptq", "best"}:
         raise InputError("--damp is GPTQ's: it has no effect here")
     if options.damp is not None and not 0 < options.damp <= 1:
         raise InputError(f"--damp {options.damp}: a share of the Hessian's mean diagonal is expected, above 0 up to 1")
-    if options.smooth_only and (still := sorted(m for m in methods if not METHODS[m].moves_scales)):
-        raise InputError(f"--dry-quant moves scales and rounds nothing, and --{still[0]} moves none: use --smoothquant")
+    if options.smooth_only and (still := sorted(m for m in methods if not METHODS[m].moves_scales or m == "best")):
+        raise InputError(f"--dry-quant moves scales and rounds nothing: it goes with --smoothquant, not --{still[0]}")
     if options.smooth_only and recipe.kv:
         raise InputError(f"--dry-quant rounds nothing: leave --kv {recipe.kv} out")
     if recipe.kv == "int8":

@@ -66,7 +66,7 @@ def test_json_is_one_object_on_stdout(llmq, tiny_llama, tmp_path):
         (["--awq", "--seq-len", "4096"], "at most 256 tokens"),
         (["--awq", "--ignore", "lm_heads"], "'lm_heads'"),
         (["--awq", "--device", "tpu"], "--device tpu"),
-        (["--rtn", "--dry-quant"], "moves none"),
+        (["--rtn", "--dry-quant"], "not --rtn"),
         (["--awq", "--damp", "0.1"], "--damp is GPTQ's"),
         (["--gptq", "--alpha", "0.5"], "--alpha is SmoothQuant's"),
         (["--fp8", "--fp8-scheme", "blocks"], "dynamic, static, block"),
