@@ -69,7 +69,7 @@ def modules_of(tensors: Iterable[TensorInfo], quantization: dict[str, Any] | Non
     for tensor in tensors:
         name, _, last = tensor.name.rpartition(".")
         grouped.setdefault(name, {})[last] = tensor
-    modules = [Module(name, parts, *_storage(parts, quantization or {})) for name, parts in grouped.items()]
+    modules = [Module(name, parts, *_storage(name, parts, quantization or {})) for name, parts in grouped.items()]
     return sorted(modules, key=_place)
 
 
@@ -80,16 +80,16 @@ def _place(module: Module) -> tuple[int, int, int]:
     return group, module.layer or 0, words[0] if words else len(_ORDER)
 
 
-def _storage(parts: dict[str, TensorInfo], quantization: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+def _storage(name: str, parts: dict[str, TensorInfo], quantization: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     """Layout and unpacked shape of a module's weight, from the shapes of its tensors."""
     if "weight" in parts:
         weight = parts["weight"]
         return _WORDS.get(weight.dtype, weight.dtype.lower()) + _extent(parts, weight.shape[-1]), weight.shape
     if "weight_packed" in parts:
         packed = parts["weight_packed"]
-        rows, width = packed.shape[0], packed.shape[1] * DTYPE_BITS[packed.dtype] // _bits(quantization)
+        bits, width = _unpacked(packed, parts.get("weight_scale"), _declared(name, quantization))
         number = "int" if packed.dtype == "I32" else "fp"
-        return f"{number}{_bits(quantization)}{_extent(parts, width)}, packed", (rows, width)
+        return f"{number}{bits}{_extent(parts, width)}, packed", (packed.shape[0], width)
     if "qweight" in parts:
         return _older_layout(parts, quantization)
     return "", ()
@@ -119,7 +119,24 @@ def _older_layout(parts: dict[str, TensorInfo], quantization: dict[str, Any]) ->
     return f"int{bits} g{group}, {method} packed{order}", (out_features, in_features)
 
 
-def _bits(quantization: dict[str, Any]) -> int:
+def _unpacked(packed: TensorInfo, scale: TensorInfo | None, declared: list[tuple[int, int | None]]) -> tuple[int, int]:
+    """Bits of a number and numbers in a row: those declared that the number of scales agrees with, else the first."""
+    row_bits = packed.shape[1] * DTYPE_BITS[packed.dtype]
+    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    agreeing = [bits for bits, size in declared if groups == (row_bits // bits // size if size else 1)]
+    bits = (agreeing or [bits for bits, _ in declared])[0]
+    return bits, row_bits // bits
+
+
+def _declared(name: str, quantization: dict[str, Any]) -> list[tuple[int, int | None]]:
+    """(bits, group size or None) that a packed module may have by its quantization_config."""
+    if quantization.get("quant_method") == "gguf":
+        kind = quantization.get("modules", {}).get(name, "Q4_0")  # Q6_K: 6 bits
+        return [(int(kind[1]), 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32)]
     groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
-    declared = [group["num_bits"] for group in groups if "num_bits" in group]
-    return int(quantization.get("bits") or (declared[0] if declared else 4))
+    sizes = [(int(group["num_bits"]), group.get("group_size")) for group in groups if "num_bits" in group]
+    return [(bits, size if size and size > 0 else None) for bits, size in sizes] or [(_bits(quantization), None)]
+
+
+def _bits(quantization: dict[str, Any]) -> int:
+    return int(quantization.get("bits") or 4)

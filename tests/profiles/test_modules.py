@@ -69,3 +69,25 @@ def test_a_bias_belongs_to_its_linear_and_does_not_quantize_it():
     assert module.num_bytes == 12
     assert module.num_weights == 4
     assert not module.is_quantized
+
+
+def test_packed_modules_of_several_schemes_have_their_own_shapes():
+    groups = {
+        f"group_{n}": {"weights": {"num_bits": n, "group_size": size}} for n, size in ((3, 64), (4, 128), (8, -1))
+    }
+    linears = {"a": (3, 6), "b": (4, 3), "c": (8, 1)}  # bits and scales of a row of 384
+    tensors = []
+    for name, (bits, num_groups) in linears.items():
+        tensors.append(tensor(f"model.layers.0.mlp.{name}.weight_packed", (16, 384 * bits // 32), "I32"))
+        tensors.append(tensor(f"model.layers.0.mlp.{name}.weight_scale", (16, num_groups)))
+    modules = {module.kind[-1]: module for module in modules_of(tensors, {"config_groups": groups})}
+    assert {module.shape for module in modules.values()} == {(16, 384)}
+    layouts = [modules[name].layout for name in "abc"]
+    assert layouts == ["int3 g64, packed", "int4 g128, packed", "int8 per channel, packed"]
+
+
+def test_a_gguf_type_says_the_bits():
+    parts = [tensor("model.layers.0.mlp.up_proj.weight_packed", (16, 512 * 6 // 32), "I32")]
+    parts.append(tensor("model.layers.0.mlp.up_proj.weight_scale", (16, 32), "I8"))
+    quantization = {"quant_method": "gguf", "modules": {"model.layers.0.mlp.up_proj": "Q6_K"}}
+    assert modules_of(parts, quantization)[0].shape == (16, 512)
