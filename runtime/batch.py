@@ -37,15 +37,16 @@ class RunnerRequest:
         return [self, *forks]
 
     def update_blocks(self, item: ScheduledRequest, block_tokens: Sequence[int]) -> list[int]:
-        """Take the changes of the block tables, and return the blocks of all groups that are new and have no token yet:
-        they begin at or behind the tokens computed so far."""
-        unwritten = []
+        """Take the changes of the block tables, and return the new blocks that hold no token yet and that this step
+        will not fill: at most one a group, since slots are taken for the step's tokens only."""
+        computed, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+        unfilled = []
         for blocks, new_ids, first, size in zip(
             self.block_ids, item.block_ids, item.first_block, block_tokens, strict=False
         ):
             blocks[first:] = new_ids
-            unwritten += blocks[max(first, -(-item.num_computed_tokens // size)) :]
-        return unwritten
+            unfilled += blocks[max(first, -(-computed // size), end // size) :]
+        return unfilled
 
 
 @dataclass(frozen=True)

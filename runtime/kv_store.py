@@ -96,8 +96,8 @@ class KVStore:
             self._blocks[target] = self._blocks[source]
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands. Slots not yet written are read too, behind a mask, where 0 × NaN is NaN: a
-        request whose activations overflowed must leave nothing to the next."""
+        """Zero blocks that change hands and are not filled at once. Slots not yet written are read too, behind a mask,
+        where 0 × NaN is NaN: a request whose activations overflowed must leave nothing to the next."""
         if block_ids:
             self._blocks[torch.tensor(block_ids, device=self._blocks.device)] = 0
 

@@ -50,11 +50,11 @@ class ModelRunner:
             self._requests[new.request_id] = RunnerRequest(new, len(self.store.layout.groups))
         requests = [self._requests[item.request_id] for item in plan.scheduled]
         block_tokens = [group.block_tokens for group in self.store.layout.groups]
-        unwritten: list[int] = []
+        unfilled: list[int] = []
         for item, request in zip(plan.scheduled, requests, strict=True):
-            unwritten += request.update_blocks(item, block_tokens)
+            unfilled += request.update_blocks(item, block_tokens)
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
-        self.store.clear_blocks(unwritten)
+        self.store.clear_blocks(unfilled)
         return StepResult(results=self._compute(plan.scheduled))
 
     def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
