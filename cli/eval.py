@@ -11,7 +11,14 @@ from typer.core import TyperGroup
 from llmq.cli import console
 from llmq.cli.engine_options import check_device
 from llmq.cli.eval_tables import print_comparison, print_text_evaluation
-from llmq.cli.eval_tasks import TaskOptions, load_saved, numerics_line, parse_max_drop, run_and_compare
+from llmq.cli.eval_tasks import (
+    TaskOptions,
+    load_saved,
+    numerics_line,
+    parse_max_drop,
+    parse_on_overlength,
+    run_and_compare,
+)
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +56,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="First N items of a task, N windows of a text.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt.  [default: the task's]")] = None,
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Tasks as conversations.")] = False,
+    on_overlength: Annotated[
+        str | None,
+        typer.Option(help="Items longer than the model: error, skip or truncate (the default).", show_default=False),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bf16, fp16 or fp32.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, int8, fp8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -67,8 +78,10 @@ def evaluate(
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
     numerics = _numerics(dtype, kv_dtype, device, threads, batch_invariant)
     wants_tasks, wants_text = bool(tasks or data), bool(ppl or baseline or not (tasks or data))
-    if not wants_tasks and (num_fewshot is not None or apply_chat_template):
-        raise InputError("--num-fewshot and --apply-chat-template are about tasks: give --tasks or --data with them")
+    if not wants_tasks and (num_fewshot is not None or apply_chat_template or on_overlength):
+        raise InputError(
+            "--num-fewshot, --apply-chat-template and --on-overlength are about tasks: give --tasks or --data with them"
+        )
     if data_dir and not tasks:
         raise InputError(f"--data-dir {data_dir} holds the data of lm-eval's tasks: name them with --tasks")
     if not wants_text and (window is not None or stride is not None):
@@ -85,7 +98,12 @@ def evaluate(
     if saved and not wants_tasks:
         raise InputError(f"--baseline {saved} is a saved result, which has items to compare: give --tasks or --data")
     saved_samples = load_saved(saved) if saved else None
-    options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    options = {
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "apply_chat_template": apply_chat_template,
+        "on_overlength": parse_on_overlength(on_overlength),
+    }
     asked = TaskOptions(tasks, data, data_dir, numerics, options, output, margin) if wants_tasks else None
     if asked:
         asked.check()

@@ -57,6 +57,7 @@ def print_tasks(title: str, run: "TaskRun") -> None:
     counts = run.counts
     remarks = {
         "contexts cut from the left to fit the model": counts.num_truncated,
+        "requests of items longer than the model, which are in no score": counts.num_left_out,
         "continuations encoded apart from their context (they left no token of their own)": counts.num_encoded_apart,
         "continuations sharing a token with their context": counts.num_unequal_joins,
         "conversations without their system turn, which the chat template refuses": counts.num_system_dropped,

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from llmq.evals.verdict import Verdict
 
 
+ON_OVERLENGTH = ("error", "skip", "truncate")
+
+
 def parse_max_drop(text: str | None) -> float | None:
     """`1%` or `0.01` -> 0.01. Raises InputError."""
     if text is None:
@@ -29,6 +32,13 @@ def parse_max_drop(text: str | None) -> float | None:
     if not value < 1:
         raise InputError(f"--max-drop {text}: a share below 1 is expected; for {value:g} per cent write {value:g}%")
     return value
+
+
+def parse_on_overlength(text: str | None) -> str:
+    """Raises InputError for what is none of the three words."""
+    if text not in (None, *ON_OVERLENGTH):
+        raise InputError(f"--on-overlength {text}: one of {', '.join(ON_OVERLENGTH)}")
+    return text or "truncate"
 
 
 def load_saved(path: Path) -> list["Sample"]:
@@ -108,6 +118,7 @@ class TaskOptions:
         """(the model described, its run); answers that an interrupted run of the same left are not computed again."""
         from llmq.evals.evaluation import Subject
         from llmq.evals.harness import EngineLM
+        from llmq.evals.overlength import OnOverlength
         from llmq.evals.result import describe_model
         from llmq.evals.task_run import run_tasks
 
@@ -123,8 +134,9 @@ class TaskOptions:
             if len(answers):
                 console.status(f"{len(answers):,} answers of an earlier run are in {answers.path}")
             self._logs.append(answers)
-            lm = EngineLM(subject.engine, subject.tokenizer, progress, answers)
-            run = run_tasks(lm, loaded, **self.options)
+            policy = OnOverlength(self.options["on_overlength"])
+            lm = EngineLM(subject.engine, subject.tokenizer, progress, answers, policy)
+            run = run_tasks(lm, loaded, **{k: v for k, v in self.options.items() if k != "on_overlength"})
         console.status(f"first ids {run.first_token_ids}")
         return described, run
 

@@ -16,6 +16,7 @@ _HONOURED = ("top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_token
 @dataclass(frozen=True)
 class Generation:
     prompt_token_ids: list[int]  # cut from the left where prompt and output did not fit together
+    num_cut: int  # tokens
     params: SamplingParams
     stop: list[str]
 
@@ -37,11 +38,12 @@ def generation_request(prompt: list[int], options: dict[str, Any], edge: InputPr
     room = max_length - max_tokens
     if room < 1:
         raise InputError(f"max_gen_toks {max_tokens} leaves no room for a prompt in this model's {max_length} tokens")
-    prompt = prompt[-room:]
+    num_cut = max(0, len(prompt) - room)
+    prompt = prompt[num_cut:]
     params = edge.sampling_params(
         len(prompt), max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids, **fields
     )
-    return Generation(prompt, params, stop)
+    return Generation(prompt, num_cut, params, stop)
 
 
 def _split_stops(until: list[str], edge: InputProcessor) -> tuple[list[str], frozenset[int]]:

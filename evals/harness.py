@@ -12,6 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llmq.evals.answer_log import AnswerLog, request_key
 from llmq.evals.generation import Generation, generation_request
+from llmq.evals.overlength import OnOverlength, Overlength
 from llmq.evals.stepping import EngineLike, RequestStream
 from llmq.profiles.errors import InputError
 from llmq.profiles.progress import Progress, silent
@@ -32,6 +33,7 @@ class HarnessCounts:
     num_likelihoods: int = 0
     num_generations: int = 0
     num_truncated: int = 0  # contexts cut from the left to fit the model
+    num_left_out: int = 0  # requests of items that are longer than the model, where --on-overlength is skip
     num_encoded_apart: int = 0  # continuations encoded alone: joined to the context they left no token of their own
     num_unequal_joins: int = (
         0  # context and continuation share a token when encoded jointly: it is scored as lm-eval does
@@ -57,6 +59,7 @@ class EngineLM(TemplateLM):
         tokenizer: Tokenizer,
         progress: Progress = silent,
         answers: AnswerLog | None = None,
+        on_overlength: OnOverlength = OnOverlength.TRUNCATE,
     ):
         """answers: of an earlier run of the same, which are not computed again; new ones are added to it."""
         super().__init__()
@@ -67,6 +70,7 @@ class EngineLM(TemplateLM):
         self._engine = engine
         self._tokenizer = tokenizer
         self._input = InputProcessor(tokenizer, engine.info)
+        self.overlength = Overlength(on_overlength)
         self._progress = progress
         self._chat_ids: dict[str, list[int]] = {}  # rendered conversation -> ids as the server would make them
 
@@ -125,7 +129,13 @@ class EngineLM(TemplateLM):
                     f"task {request.task_name}, item {request.doc_id}: nothing to score in {request.args!r}"
                 )
             encoded.append(((context, continuation), context_ids, continuation_ids))
-        return self._loglikelihood_tokens(encoded)
+        longest = self._engine.info.max_model_len
+        lengths = {index: len(context) + len(rest) for index, (_, context, rest) in enumerate(encoded)}
+        too_long = {index: length for index, length in lengths.items() if length > longest}
+        left_out = self.overlength.left_out(requests, too_long, longest)
+        self.counts.num_left_out += len(left_out)
+        scores = iter(self._loglikelihood_tokens([one for i, one in enumerate(encoded) if i not in left_out]))
+        return [(math.nan, False) if index in left_out else next(scores) for index in range(len(encoded))]
 
     def _encode_item(self, context: str, continuation: str) -> TokenPair:
         if context:
@@ -230,14 +240,18 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Each request under its own options. The text ends before its first stop string."""
+        generations = [self._generation(request) for request in requests]
+        left_out = self._left_out_generations(requests, generations)
+        num_asked = len(requests) - len(left_out)
         answers: list[dict[str, Any] | None] = [None] * len(requests)
         sequences: dict[int, SequenceOutput] = {}
         keys: dict[int, str] = {}
         done = -self._answers.num_reused
 
         def unanswered() -> Iterator[EngineRequest]:
-            for index, request in enumerate(requests):
-                generation = self._generation(request)
+            for index, (request, generation) in enumerate(zip(requests, generations, strict=True)):
+                if index in left_out:
+                    continue
                 self.prompt_token_ids[request.args[0], ""] = generation.prompt_token_ids
                 options = msgspec.to_builtins(generation.params, builtin_types=(frozenset,))
                 keys[index] = request_key("generation", generation.prompt_token_ids, options, generation.stop)
@@ -258,21 +272,30 @@ class EngineLM(TemplateLM):
             self._answers.add(keys[index], answers[index])
             self.cache_hook.add_partial("generate_until", requests[index].args, answers[index]["text"])
             done += 1
-            self._progress("generations", done + self._answers.num_reused, len(requests), unit="requests")
-        self.counts.num_generations += len(answers)
-        self.counts.num_hit_cap += sum(answer["finish_reason"] == "length" for answer in answers)
-        self.counts.num_empty += sum(not answer["text"].strip() for answer in answers)
-        return [answer["text"] for answer in answers]
+            self._progress("generations", done + self._answers.num_reused, num_asked, unit="requests")
+        generated = [answer for answer in answers if answer is not None]
+        self.counts.num_generations += len(generated)
+        self.counts.num_hit_cap += sum(answer["finish_reason"] == "length" for answer in generated)
+        self.counts.num_empty += sum(not answer["text"].strip() for answer in generated)
+        return ["" if answer is None else answer["text"] for answer in answers]
+
+    def _left_out_generations(self, requests: list[Instance], generations: list[Generation]) -> set[int]:
+        cut = {index: one for index, one in enumerate(generations) if one.num_cut}
+        too_long = {
+            index: len(one.prompt_token_ids) + one.num_cut + one.params.max_tokens for index, one in cut.items()
+        }
+        left_out = self.overlength.left_out(requests, too_long, self.max_length)
+        self.counts.num_left_out += len(left_out)
+        self.counts.num_truncated += len(cut.keys() - left_out)
+        return left_out
 
     def _generation(self, request: Instance) -> Generation:
         context, options = request.args
         prompt = self._chat_ids.get(context) or self.tok_encode(context) or [self.prefix_token_id]
         try:
-            generation = generation_request(prompt, options, self._input, self.max_length)
+            return generation_request(prompt, options, self._input, self.max_length)
         except InvalidRequestError as error:
             raise InputError(f"task {request.task_name}, item {request.doc_id}: {error}") from error
-        self.counts.num_truncated += len(generation.prompt_token_ids) < len(prompt)
-        return generation
 
     def _request(self, index: int, ids: list[int], params: SamplingParams) -> EngineRequest:
         if not self.first_token_ids:

@@ -41,6 +41,8 @@ def samples_of(
     found: dict[ItemKey, Sample] = {}
     for task, entries in logged.items():
         for entry in entries:
+            if not entry["metrics"]:  # left out for its length
+                continue
             prompt, continuation = _first_request(entry["arguments"])
             scores = {
                 name if entry["filter"] == "none" else f"{name},{entry['filter']}": float(entry[name])

@@ -72,6 +72,7 @@ def run_tasks(
             task.set_config(key="num_fewshot", value=0)
         _check_few_shot(task)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        lm.overlength.keep_out_of_scores(task)
     random.seed(_RANDOM_SEED)
     np.random.seed(_FEWSHOT_SEED)
     results = evaluator.evaluate(

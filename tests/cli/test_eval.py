@@ -137,6 +137,8 @@ def test_a_local_task_through_the_chat_template_has_one_bos(llmq, tiny_llama, tm
         (["--window", "100", "--stride", "101"], "stride 101 is outside 1..100"),
         (["--num-fewshot", "2"], "give --tasks or --data"),
         (["--tasks", "x", "--stride", "2"], "give --ppl with them"),
+        (["--on-overlength", "skip"], "give --tasks or --data"),
+        (["--data", "x.jsonl", "--on-overlength", "drop"], "--on-overlength drop: one of error, skip, truncate"),
         (["--dtype", "int7"], "--dtype int7: one of auto, bf16"),
         (["-o", "no/such/r.json"], "there is no folder"),
         (["--tasks", ","], "names no task"),

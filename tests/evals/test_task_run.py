@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from llmq.evals.harness import EngineLM
+from llmq.evals.overlength import OnOverlength
 from llmq.evals.own_set import read_own_set
 from llmq.evals.own_task import as_lm_eval_task
 from llmq.evals.task_run import run_tasks
@@ -167,3 +168,41 @@ def test_a_mistyped_task_gets_the_nearest_names(monkeypatch):
     monkeypatch.setattr(tasks, "_index_of_all", lambda: TaskManager(include_defaults=False, include_path=arc))
     with pytest.raises(InputError, match=r"lm-eval has no task 'arc_eazy' .*arc_easy"):
         load_named_tasks(["arc_eazy"])
+
+
+@pytest.fixture
+def mixed(tmp_path) -> LoadedTasks:
+    """Three choice items and two to answer; the second of each is longer than the model."""
+    items = [{"query": q, "choices": ["of", "import"], "gold": 0} for q in ("the value", "value " * 300, "a class")]
+    loaded = local(tmp_path / "mc.jsonl", items)
+    items = [{"prompt": p, "answer": "x"} for p in ("the value", "object " * 300)]
+    loaded.tasks.update(local(tmp_path / "gen.jsonl", items).tasks)
+    return loaded
+
+
+def run_with(engine, tokenizer, policy, loaded):
+    return run_tasks(EngineLM(engine, tokenizer, on_overlength=OnOverlength(policy)), loaded)
+
+
+def test_over_long_items_are_cut_by_default_and_counted(lm, mixed):
+    run = run_tasks(lm, mixed)
+    assert (run.counts.num_truncated, run.counts.num_left_out) == (3, 0)
+    assert {score.task: score.num_items for score in run.scores} == {"mc": 3, "gen": 2}
+
+
+def test_over_long_items_are_left_out_of_every_score(engine, lm, mixed):
+    run = run_with(engine, lm._tokenizer, "skip", mixed)
+    assert (run.counts.num_truncated, run.counts.num_left_out) == (0, 3)
+    assert (run.counts.num_likelihoods, run.counts.num_generations) == (4, 1)
+    assert {score.task: score.num_items for score in run.scores} == {"mc": 2, "gen": 1}
+    assert [(sample.task, sample.doc_id) for sample in run.samples] == [("gen", 0), ("mc", 0), ("mc", 2)]
+    mean = sum(sample.scores["acc"] for sample in run.samples[1:]) / 2
+    assert next(score.value for score in run.scores if score.metric == "acc") == mean
+
+
+def test_over_long_items_end_the_run_by_name(engine, lm, mixed, tmp_path):
+    with pytest.raises(InputError, match=r"1 item\(s\) longer than the .* tokens .*: (mc|gen) 1 \([\d,]+ tokens\)"):
+        run_with(engine, lm._tokenizer, "error", mixed)
+    only = local(tmp_path / "only.jsonl", [{"prompt": "object " * 300, "answer": "x"}])
+    with pytest.raises(InputError, match="skip leaves nothing of task only"):
+        run_with(engine, lm._tokenizer, "skip", only)
