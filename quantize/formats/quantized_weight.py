@@ -14,7 +14,7 @@ A scale may be a product of two, as NVFP4 and the K blocks of GGUF store it: `sc
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +30,6 @@ __all__ = [
     "WeightScheme",
     "e4m3_to",
     "pack_int32",
-    "stack_rows",
     "unpack_int32",
 ]
 
@@ -166,8 +165,8 @@ class QuantizedWeight:
         for name in ("scale", "zero_point", "offset", "outer_scale", "outer_offset"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape[1] > 1:
-                columns = self.in_features // tensor.shape[1] if tensor.shape[1] > 1 else self.in_features
-                columns = self.scheme.group_size if name in ("scale", "zero_point", "offset") else columns
+                # The last group of a block scale may be cut short by the width.
+                columns = self.in_features // tensor.shape[1] if "outer" in name else self.scheme.group_size
                 parts[name] = tensor[:, start // columns : -(-stop // columns)]
         return replace(self, shape=(self.out_features, stop - start), **parts)
 
@@ -234,41 +233,6 @@ class QuantizedWeight:
         return replace(self, **{name: None if t is None else change(t) for name, t in self._tensors().items()})
 
 
-def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Weights of one input as one, their rows one after the other; None where they differ in more than their values."""
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    same = ("input_scale", "column_order")
-    if not all(
-        w.scheme == first.scheme and all(_equal(getattr(w, n), getattr(first, n)) for n in same) for w in weights
-    ):
-        return None
-    if any(weight.scale.dtype != first.scale.dtype or weight.in_features != first.in_features for weight in weights):
-        return None
-    if first.scheme.strategy == "block" and any(w.out_features % w.scheme.block_rows for w in weights[:-1]):
-        weights = [weight.spread_blocks() for weight in weights]
-        first = weights[0]
-
-    def stacked(name: str) -> Tensor | None:
-        if getattr(first, name) is None:
-            return None
-        # A scale for the whole tensor becomes one a row.
-        parts = [(getattr(weight, name), weight.out_features) for weight in weights]
-        return torch.cat([part.expand(rows, -1) if part.shape[0] == 1 else part for part, rows in parts])
-
-    if any((w.outer_scale is None) != (first.outer_scale is None) for w in weights):
-        return None
-    names = ("values", "scale", "zero_point", "offset", "outer_scale", "outer_offset")
-    strategy = "channel" if first.scheme.strategy == "tensor" else first.scheme.strategy
-    return replace(
-        first,
-        scheme=replace(first.scheme, strategy=strategy),
-        shape=(sum(weight.out_features for weight in weights), first.in_features),
-        **{name: stacked(name) for name in names},
-    )
-
-
 def _times_outer(inner: Tensor, outer: Tensor | None) -> Tensor:
     # e8m0 and e4m3 are exact in float32, as is any product of a 6- or 8-bit number and a 16-bit one.
     inner = e4m3_to(inner, torch.float32) if inner.dtype == torch.float8_e4m3fn else inner.float()
@@ -276,7 +240,3 @@ def _times_outer(inner: Tensor, outer: Tensor | None) -> Tensor:
         return inner
     groups = inner.view(inner.shape[0], outer.shape[1], -1)
     return (groups * outer.float().unsqueeze(-1)).view(inner.shape)
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None) == (other is None) and (one is None or torch.equal(one, other))

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to, stack_rows
+from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to
+from llmq.quantize.formats.stacked import stack_rows
 from llmq.runtime.layers.dense_product import dense_product
 from llmq.runtime.layers.packed_int4 import PackedInt4Linear
 from llmq.runtime.layers.plane_linear import PlaneLinear

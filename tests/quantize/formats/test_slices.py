@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from random_weights import KINDS, make
 
 from llmq.quantize.formats.packing import e2m1_to, to_e2m1
-from llmq.quantize.formats.quantized_weight import pack_int32, stack_rows
+from llmq.quantize.formats.quantized_weight import pack_int32
 from llmq.quantize.formats.scheme import FormatError
+from llmq.quantize.formats.stacked import stack_rows
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
