@@ -41,8 +41,9 @@ _DAMPING_STEP = 10.0
 _MAX_DAMPING = 1.0
 # Columns between two updates of all that follow: the paper's lazy batches (section 3.3, step 2).
 BLOCK_COLUMNS = 128
-# Rounds of a sweep of coordinate descent and scales again, at the end.
+# Rounds of a sweep of coordinate descent and scales again, at the end; of 8 bits, where they gain less, one.
 REFINEMENTS = 3
+_FINE_BITS = 6
 
 SETTINGS = {
     "damping": DAMPING,
@@ -138,9 +139,10 @@ def gptq(
     hessian: Hessian,
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
-    refinements: int = REFINEMENTS,
+    refinements: int | None = None,
 ) -> Rounded:
     """Round a [out, in] float32 weight: search the grid, GPTQ, then `refinements` rounds of sweep and scales again.
+    None: REFINEMENTS, or one of 8 bits.
 
     Dead columns become zero, as in the paper's code: whatever they hold never reaches an output that was seen, and a
     large one would widen the grid of its neighbours.
@@ -149,6 +151,8 @@ def gptq(
     importance = torch.empty_like(hessian.matrix[0]).index_copy_(0, hessian.order, hessian.matrix.diagonal())
     grid = searched_grid(weight, scheme, scale_dtype, importance)
     q = round_with_feedback(weight, hessian, grid)
+    if refinements is None:
+        refinements = REFINEMENTS if scheme.bits < _FINE_BITS else 1
     for _ in range(refinements):
         q = sweep(weight, hessian, grid, q)
         grid = refit_scales(weight, hessian.in_order_of_columns(), grid, q, scale_dtype)
@@ -177,6 +181,7 @@ def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
     With R = H (W - W')^T, the best value of column k given the rest is W'_k + R_k / H_kk.
     """
     columns, matrix = _Columns(weight, hessian, grid), hessian.matrix
+    curvature = matrix.diagonal().tolist()
     q = columns.reorder(q)
     values = columns.value(slice(None), q)
     residual = matrix @ (columns.weight - values)
@@ -185,7 +190,7 @@ def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
         block = matrix[start:stop, start:stop]
         moved, local = torch.empty_like(q[start:stop]), residual[start:stop].clone()
         for k in range(start, stop):
-            q[k] = columns.nearest(k, values[k] + local[k - start] / matrix[k, k])
+            q[k] = columns.nearest(k, values[k] + local[k - start] / curvature[k])
             new = columns.value(k, q[k])
             moved[k - start] = new - values[k]
             values[k] = new

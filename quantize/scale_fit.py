@@ -9,9 +9,9 @@ from llmq.quantize.rounding import Grid
 def refit_scales(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtype: torch.dtype) -> Grid:
     """`grid` with the scales that make E|(W' - W)x|^2 least for integers q [out, in]; gram: E[x x^T], [in, in].
 
-    For each row a least squares in its groups' scales s. With u_g the row's q - zero in group g and zeros elsewhere:
-    (u_g^T gram u_h) s = u_g^T gram w. A row keeps its old scales where the new ones, rounded to `scale_dtype`, are no
-    better; a group its own where the new one would not be positive.
+    For each row a least squares in its groups' scales s. With u_g the row's q - zero in group g and zeros elsewhere,
+    and w' the row as it is now, the change d of s solves (u_g^T gram u_h) d = u_g^T gram (w - w'). A row keeps its old
+    scales where the new ones, rounded to `scale_dtype`, are no better; a group where its new one is not positive.
     """
     units = grid.centred(q)  # [out, num_groups, size]
     num_groups, size = units.shape[1:]
@@ -19,14 +19,16 @@ def refit_scales(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtyp
     for group in range(num_groups):
         product = units[:, group] @ gram[group * size : (group + 1) * size]
         normal[:, group] = (product.view(units.shape) * units).sum(-1)
-    right = ((weight @ gram).view(units.shape) * units).sum(-1)
+    residual = (weight - grid.values(q)) @ gram
+    right = (residual.view(units.shape) * units).sum(-1).to(torch.float64)
+    normal = normal.to(torch.float64)
     diagonal = normal.diagonal(dim1=1, dim2=2)
-    right = torch.where(diagonal > 0, right, 0)  # a group of zeros: no scale of its own
-    diagonal.copy_(torch.where(diagonal > 0, diagonal * (1 + 1e-6), 1))
-    scale, info = torch.linalg.solve_ex(normal.to(torch.float64), right.to(torch.float64).unsqueeze(-1))
-    new = grid.with_scale(scale.squeeze(-1).to(torch.float32), scale_dtype)
-    before = quadratic_form(grid.values(q) - weight, gram)
-    better = (quadratic_form(new.values(q) - weight, gram) < before) & (info == 0)
+    diagonal.copy_(torch.where(diagonal > 0, diagonal * (1 + 1e-6), 1))  # a group of zeros: no change, `right` is zero
+    change, info = torch.linalg.solve_ex(normal, right.unsqueeze(-1))
+    new = grid.with_scale(grid.scale + change.squeeze(-1).to(torch.float32), scale_dtype)
+    change = (new.scale - grid.scale).to(torch.float64)
+    gain = (change * (2 * right - (normal @ change.unsqueeze(-1)).squeeze(-1))).sum(-1)
+    better = (gain > 0) & (info == 0)
     return Grid(grid.scheme, torch.where(better.unsqueeze(-1), new.scale, grid.scale), grid.zero)
 
 

@@ -69,6 +69,16 @@ def test_what_is_measured_follows_the_weights(work):
     assert torch.allclose(work.measure(["c"])["c"].mean_abs, 2 * before)
 
 
+@pytest.mark.parametrize("in_features", [1, 7, 64, 1100, 1537])
+def test_a_gram_matrix_is_whole_and_symmetric_at_any_width(in_features):
+    x = torch.randn(9, in_features)
+    statistics = InputStatistics(in_features)
+    for part in x.split([4, 5]):
+        statistics.add(part)
+    assert torch.allclose(statistics.gram, x.T @ x / 9, atol=1e-5)
+    assert torch.equal(statistics.gram, statistics.gram.T)
+
+
 def test_statistics_of_no_token_are_zero():
     statistics = InputStatistics(3)
     statistics.add(torch.zeros(0, 3))
