@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 
+import bench_consumers
 import bench_contention
 import bench_kv_dtypes
 import bench_paging
@@ -105,10 +106,26 @@ def test_kv_dtypes_are_told_apart(tiny_llama, tmp_path):
     assert found["bf16"]["bytes_per_token"] == 256
 
 
+def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_path):
+    options = ["--model", str(tiny_llama()), "--folder", str(tmp_path), "--tokens", "8"]
+    found = bench_consumers.main([*options, "--recipes", "rtn w4 sym", "autoawq"])
+    assert found["rtn w4 sym"]["transformers"]["leads"] == [{}] * 10
+    assert "k_proj has 32 outputs" in found["autoawq"]["refused"]
+    kept = tmp_path / "rtn-w4-sym.consumer_transformers.py.json"
+    content = json.loads(kept.read_text())
+    content["answer"][3][5] ^= 1  # another consumer, that went astray once
+    kept.write_text(json.dumps(content))
+    found = bench_consumers.main([*options, "--recipes", "rtn w4 sym"])["rtn w4 sym"]["transformers"]
+    assert found["leads"][3][5] > 0.01
+    assert "9 equal, 1 DIFFER" in found["verdict"]
+    assert [number for number, leads in enumerate(found["leads"]) if leads] == [3]
+
+
 @pytest.mark.bench
 @pytest.mark.parametrize(
     "main",
     [
+        bench_consumers.main,
         bench_paging.main,
         bench_prefix_cache.main,
         bench_scheduler.main,
@@ -117,7 +134,7 @@ def test_kv_dtypes_are_told_apart(tiny_llama, tmp_path):
         bench_soak.main,
         bench_kv_dtypes.main,
     ],
-    ids=["paging", "prefix cache", "scheduler", "static batching", "contention", "soak", "kv dtypes"],
+    ids=["consumers", "paging", "prefix cache", "scheduler", "static batching", "contention", "soak", "kv dtypes"],
 )
 def test_measure(main):
     main([])
