@@ -1,5 +1,6 @@
 """`llmq serve`: an OpenAI-shaped HTTP server on one model."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,9 @@ from llmq.cli import engine_options as options
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from llmq.evals.proof import Proof
     from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes
 
 app = typer.Typer(add_completion=False)
 
@@ -82,6 +83,14 @@ def serve(
             "0: for ever.",
         ),
     ] = 300,
+    proof: Annotated[
+        Path | None,
+        typer.Option(
+            help="RESULT.json of llmq eval with --baseline and --max-drop: serve only on a PASS of this checkpoint, on "
+            "the numerics that it was evaluated with.",
+            show_default=False,
+        ),
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions.
@@ -126,10 +135,14 @@ def serve(
         check_integrity=check_integrity,
         threads=threads,
     )
+    proven = _read_proof(proof)
     with console.progress() as progress:
         path = find_model(model, keep_blocks=True, progress=progress)
     engine = msgspec.structs.replace(engine, model=str(path))
     _check_memory(path, engine)
+    if proven:
+        proven.check_checkpoint(path)
+        proven.check_dtypes(_dtypes(path, engine))
     console.status(f"llmq serve: loading {path}")
     exit_code = run_server(
         ServerConfig(
@@ -144,7 +157,8 @@ def serve(
             max_queue=max_queue,
             drain_timeout_s=drain_timeout,
             stall_timeout_s=stall_timeout or None,
-        )
+        ),
+        check_engine=proven.check_engine if proven else None,
     )
     raise typer.Exit(exit_code)
 
@@ -159,14 +173,27 @@ def default_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def _check_memory(path: "Path", engine: "EngineConfig") -> None:
-    """Refuse before any weight is read, and before torch is imported, what cannot fit."""
+def _read_proof(path: Path | None) -> "Proof | None":
+    if path is None:
+        return None
+    from llmq.evals.proof import Proof
+
+    return Proof.read(path)
+
+
+def _dtypes(path: Path, engine: "EngineConfig") -> "Dtypes":
     from llmq.profiles.checkpoint import read_checkpoint
     from llmq.runtime.dtypes import Dtypes
+
+    checkpoint = read_checkpoint(path)
+    return Dtypes.of(checkpoint.architecture.dtype, checkpoint.quantization, engine)
+
+
+def _check_memory(path: Path, engine: "EngineConfig") -> None:
+    """Refuse before any weight is read, and before torch is imported, what cannot fit."""
+    from llmq.profiles.checkpoint import read_checkpoint
     from llmq.runtime.memory import plan_kv_cache
 
     if engine.kv_cache_memory_bytes is None:
         return
-    checkpoint = read_checkpoint(path)
-    dtypes = Dtypes.of(checkpoint.architecture.dtype, checkpoint.quantization, engine)
-    plan_kv_cache(checkpoint.architecture, engine, dtypes, 0)
+    plan_kv_cache(read_checkpoint(path).architecture, engine, _dtypes(path, engine), 0)

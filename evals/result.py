@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmq.profiles.errors import InputError
+from llmq.runtime.frontend.chat_template import read_chat_template
 from llmq.runtime.request import EngineInfo
 
 SCHEMA = "llmq.eval/1"
@@ -50,12 +51,22 @@ def tokenizer_sha256(folder: Path) -> str:
     return hashlib.sha256(_canonical(content)).hexdigest()
 
 
+def identify_checkpoint(folder: Path) -> dict[str, str | None]:
+    """What of a folder decides the tokens that come out, as hashes; None for a chat template that is not there."""
+    settings = folder / "tokenizer_config.json"
+    template = read_chat_template(folder, _load(settings) if settings.is_file() else {})
+    return {
+        "sha256": checkpoint_sha256(folder),
+        "tokenizer_sha256": tokenizer_sha256(folder),
+        "chat_template_sha256": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+    }
+
+
 def describe_model(folder: Path, info: EngineInfo) -> dict[str, Any]:
     """Which checkpoint was evaluated, and on what numerics."""
     return {
         "path": str(folder),
-        "sha256": checkpoint_sha256(folder),
-        "tokenizer_sha256": tokenizer_sha256(folder),
+        **identify_checkpoint(folder),
         "weight_bytes": info.weight_bytes,
         "vocab_size": info.vocab_size,
         "max_model_len": info.max_model_len,

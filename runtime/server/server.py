@@ -17,6 +17,7 @@ from llmq.profiles.units import format_bytes, format_count
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.frontend.generation_defaults import generation_defaults
 from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.request import EngineInfo
 from llmq.runtime.server.app import create_app
 from llmq.runtime.server.callers import ApiKeys
 from llmq.runtime.server.engine_client import ENGINE_COMMAND, EngineClient, EngineDeadError
@@ -51,18 +52,24 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def serve(config: ServerConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+def serve(
+    config: ServerConfig,
+    *,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    check_engine: Callable[[EngineInfo], None] | None = None,
+) -> int:
     """Serve until a signal, and return the exit code: 0 after a drain, 1 when the engine died or stood still too long.
 
     SIGTERM and SIGINT stop new requests (503), let the running ones finish for `drain_timeout_s`, then end; a second
     signal, and any while the model still loads, ends at once (128 + its number). Raises InputError where the port or
-    the model cannot be had.
+    the model cannot be had. `check_engine` sees the engine that started before anything is answered: what it raises
+    ends the server.
     """
     listener = _bind(config.host, config.port)
     tokenizer = Tokenizer.from_folder(config.engine.model)
     defaults = generation_defaults(config.engine.model) if config.generation_config == "model" else {}
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, tokenizer, defaults, listener, engine_command).run())
+        return runner.run(_Server(config, tokenizer, defaults, listener, engine_command, check_engine).run())
 
 
 class _Server:
@@ -73,8 +80,10 @@ class _Server:
         sampling_defaults: dict[str, Any],
         listener: socket.socket,
         engine_command: Sequence[str],
+        check_engine: Callable[[EngineInfo], None] | None,
     ) -> None:
         self._config = config
+        self._check_engine = check_engine
         self._tokenizer = tokenizer
         self._sampling_defaults = sampling_defaults
         self._listener = listener
@@ -113,6 +122,8 @@ class _Server:
             self._say("llmq serve: ended while the model was loading")
             return 128 + self._signal
         info = starting.result()
+        if self._check_engine is not None:
+            self._check_engine(info)
         service = Service(
             self._client,
             self._tokenizer,
