@@ -53,6 +53,7 @@ def _read_weight_scheme(where: str, weights: dict, layout: str, activations: dic
             f"{where}: weight strategy {strategy!r} in the {layout} format is not supported ({', '.join(_STRATEGIES)} "
             "are, tensor_group for NVFP4 alone)"
         )
+    _check_scale_dtype(where, weights, kind, bits)
     if kind != _LAYOUTS[layout][0] or bits not in _LAYOUTS[layout][1]:
         raise FormatError(f"{where}: {bits}-bit {kind} weights in the {layout} format are not supported")
     if weights.get("dynamic"):
@@ -79,6 +80,7 @@ def _read_activation_scheme(where: str, activations: dict) -> ActivationScheme:
     kind, bits, dynamic = activations.get("type", "int"), activations.get("num_bits", 8), activations.get("dynamic")
     strategy = activations.get("strategy") or ("token" if dynamic else "tensor")
     symmetric, group_size = activations.get("symmetric", True), activations.get("group_size")
+    _check_scale_dtype(where, activations, kind, bits)
     is_readable = symmetric and (kind, bits, strategy, dynamic or False) in (
         ("int", 8, "token", True),
         ("float", 8, "token", True),
@@ -94,6 +96,14 @@ def _read_activation_scheme(where: str, activations: dict) -> ActivationScheme:
             "group dynamic; NVFP4's 4-bit floats)"
         )
     return ActivationScheme(kind, bits, bool(dynamic), group_size if strategy in ("group", "tensor_group") else None)
+
+
+def _check_scale_dtype(where: str, numbers: dict, kind: str, bits: int) -> None:
+    """Scales in e8m0 (the MX formats) would be read, and their inputs rounded, as something else."""
+    scale_dtype = str(numbers.get("scale_dtype") or "").removeprefix("torch.")
+    is_nvfp4 = (kind, bits, scale_dtype) == ("float", 4, "float8_e4m3fn")
+    if scale_dtype and not is_nvfp4 and scale_dtype not in ("float32", "bfloat16", "float16"):
+        raise FormatError(f"{where}: scales in {scale_dtype} for {bits}-bit {kind} numbers are not supported")
 
 
 def read_kv_scheme(kv: dict[str, Any]) -> KVCacheScheme:

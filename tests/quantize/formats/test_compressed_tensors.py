@@ -165,7 +165,7 @@ def w4(**changes):
     config = copy.deepcopy(W4)
     group = config["config_groups"]["group_0"]
     for key, value in changes.items():
-        if key in ("num_bits", "type", "strategy", "dynamic", "actorder"):
+        if key in ("num_bits", "type", "strategy", "dynamic", "actorder", "scale_dtype"):
             group["weights"][key] = value
         elif key in ("input_activations", "output_activations"):
             group[key] = value
@@ -190,6 +190,7 @@ def w4(**changes):
             "8-bit int symmetric activations",
         ),
         ({"output_activations": {"num_bits": 8}}, "output activations"),
+        ({"scale_dtype": "torch.uint8"}, "scales in uint8"),
         ({"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme"),
         ({"config_groups": {}}, "no config_groups"),
     ],
