@@ -45,6 +45,8 @@ def _compressed_tensors_storage(config: dict[str, Any]) -> WeightStorage | None:
     inputs = groups[0].get("input_activations") or {}
     if layout == "nvfp4-pack-quantized":  # e4m3 scales, a global one for the weight and one for the input
         return WeightStorage(name, 4, group, scale_bytes=1, linear_bytes=4 + 4 * bool(inputs))
+    if layout == "mxfp4-pack-quantized":  # e8m0 scales
+        return WeightStorage(name, 4, group, scale_bytes=1)
     if weights.get("strategy") == "block":
         block_rows, columns = weights["block_structure"]
         return WeightStorage(name, 8, columns, block_rows=block_rows)

@@ -67,9 +67,11 @@ class QuantizationConfig:
     @staticmethod
     def tensor_names(module_name: str, scheme: WeightScheme) -> tuple[str, ...]:
         """The tensors that make one linear's weight (a bias, if any, is apart)."""
-        is_nvfp4 = disk_layout(scheme) == "nvfp4-pack-quantized"
-        if is_nvfp4:
+        layout = disk_layout(scheme)
+        if layout == "nvfp4-pack-quantized":
             suffixes = ["weight_packed", "weight_scale", "weight_global_scale"]
+        elif layout == "mxfp4-pack-quantized":
+            suffixes = ["weight_packed", "weight_scale"]
         elif scheme.layout == "pack-quantized":
             suffixes = ["weight_packed", "weight_scale", "weight_shape"]
         else:
@@ -78,7 +80,7 @@ class QuantizationConfig:
             suffixes.append("weight_zero_point")
         if scheme.has_column_groups:
             suffixes.append("weight_g_idx")
-        if scheme.activation is not None and scheme.activation.bits == 4:
+        if scheme.activation is not None and (scheme.activation.bits, scheme.activation.group_size) == (4, 16):
             suffixes.append("input_global_scale")
         elif scheme.activation is not None and not scheme.activation.dynamic:
             suffixes.append("input_scale")
@@ -125,6 +127,8 @@ def _assemble(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor])
         )
     scale_shape = scheme.scale_shape(shape)
     scale = stored["weight_scale"]
+    if disk_layout(scheme) == "mxfp4-pack-quantized":
+        scale = scale.view(torch.float8_e8m0fnu)  # powers of two, stored as bytes
     if scale.numel() != scale_shape[0] * scale_shape[1]:
         raise FormatError(f"{module_name}.weight_scale is {list(scale.shape)}, its scheme asks {list(scale_shape)}")
     zero_point = stored.get("weight_zero_point")
@@ -156,7 +160,7 @@ def _values(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor]) -
     if scheme.layout != "pack-quantized":
         return stored["weight"], tuple(stored["weight"].shape)
     packed = stored["weight_packed"]
-    if "weight_shape" not in stored:  # NVFP4: two codes a byte
+    if "weight_shape" not in stored:  # 4-bit floats: two codes a byte
         return packed.contiguous().view(torch.int32), (packed.shape[0], packed.shape[1] * 2)
     shape = tuple(int(size) for size in stored["weight_shape"])
     expected = (shape[0], -(-shape[1] * scheme.bits // 32))
@@ -204,15 +208,18 @@ class CompressedTensorsWriter:
 def to_tensors(module_name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors to store for one linear: the inverse of `QuantizationConfig.read`."""
     scheme, values = weight.scheme, stored_values(weight)
-    if disk_layout(scheme) == "nvfp4-pack-quantized":
-        packed = values.contiguous().view(torch.uint8)
-        tensors = {"weight_packed": packed, "weight_global_scale": (1 / weight.outer_scale.double()).float().view(1)}
+    if scheme.kind == "float" and scheme.bits == 4:
+        tensors = {"weight_packed": values.contiguous().view(torch.uint8)}
+        if weight.outer_scale is not None:
+            tensors["weight_global_scale"] = (1 / weight.outer_scale.double()).float().view(1)
     elif scheme.layout == "pack-quantized":
         tensors = {"weight_packed": values, "weight_shape": torch.tensor(weight.shape, dtype=torch.int64)}
     else:
         tensors = {"weight": values}
     # A scale for the whole tensor is stored as a vector of one.
     tensors["weight_scale"] = weight.scale.view(-1) if scheme.strategy == "tensor" else weight.scale
+    if weight.scale.dtype == torch.float8_e8m0fnu:
+        tensors["weight_scale"] = weight.scale.view(torch.uint8)
     if weight.zero_point is not None:
         tensors["weight_zero_point"] = weight.zero_point
         if scheme.layout == "pack-quantized":  # packed along the output dimension

@@ -17,7 +17,10 @@ _LAYOUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "int-quantized": ("int", (8,)),
     "float-quantized": ("float", (8,)),
     "nvfp4-pack-quantized": ("float", (4,)),
+    "mxfp4-pack-quantized": ("float", (4,)),
 }
+# Of 4-bit floats: layout -> group size and the dtype of the scales.
+_FP4 = {"nvfp4-pack-quantized": (16, "float8_e4m3fn"), "mxfp4-pack-quantized": (32, "uint8")}
 READABLE_LAYOUTS = (*_LAYOUTS, "naive-quantized")
 # strategy -> what its groups are called in our words
 _STRATEGIES = {"tensor": "tensor", "channel": "channel", "group": "group", "tensor_group": "group", "block": "block"}
@@ -56,6 +59,8 @@ def _read_weight_scheme(where: str, weights: dict, layout: str, activations: dic
     _check_scale_dtype(where, weights, kind, bits)
     if kind != _LAYOUTS[layout][0] or bits not in _LAYOUTS[layout][1]:
         raise FormatError(f"{where}: {bits}-bit {kind} weights in the {layout} format are not supported")
+    if layout in _FP4 and group_size != _FP4[layout][0]:
+        raise FormatError(f"{where}: the {layout} format has groups of {_FP4[layout][0]}, not {group_size}")
     if weights.get("dynamic"):
         raise FormatError(f"{where}: dynamically quantized weights are not supported")
     block_rows = None
@@ -70,7 +75,7 @@ def _read_weight_scheme(where: str, weights: dict, layout: str, activations: dic
         group_size=group_size if _STRATEGIES[strategy] in ("group", "block") else None,
         symmetric=weights.get("symmetric", True),
         activation=_read_activation_scheme(where, activations) if activations else None,
-        layout="pack-quantized" if layout == "nvfp4-pack-quantized" else layout,
+        layout="pack-quantized" if layout in _FP4 else layout,
         has_column_groups=weights.get("actorder") in ("group", "dynamic", True),
         block_rows=block_rows,
     )
@@ -81,19 +86,25 @@ def _read_activation_scheme(where: str, activations: dict) -> ActivationScheme:
     strategy = activations.get("strategy") or ("token" if dynamic else "tensor")
     symmetric, group_size = activations.get("symmetric", True), activations.get("group_size")
     _check_scale_dtype(where, activations, kind, bits)
-    is_readable = symmetric and (kind, bits, strategy, dynamic or False) in (
-        ("int", 8, "token", True),
-        ("float", 8, "token", True),
-        ("float", 8, "tensor", False),
-        ("float", 8, "group", True),
-        ("float", 4, "tensor_group", "local"),
+    is_readable = (
+        symmetric
+        and (kind, bits, strategy, dynamic or False)
+        in (
+            ("int", 8, "token", True),
+            ("float", 8, "token", True),
+            ("float", 8, "tensor", False),
+            ("float", 8, "group", True),
+            ("float", 4, "tensor_group", "local"),
+            ("float", 4, "group", True),
+        )
+        and (bits != 4 or group_size == {"tensor_group": 16, "group": 32}[strategy])
     )
     if not is_readable:
         sign = "symmetric" if symmetric else "asymmetric"
         raise FormatError(
             f"{where}: {bits}-bit {kind} {sign} activations, {'dynamic' if dynamic else 'static'} per {strategy}, "
             "are not supported (8-bit symmetric ones per token dynamic are; 8-bit floats per tensor static, or per "
-            "group dynamic; NVFP4's 4-bit floats)"
+            "group dynamic; 4-bit floats as in NVFP4 and MXFP4)"
         )
     return ActivationScheme(kind, bits, bool(dynamic), group_size if strategy in ("group", "tensor_group") else None)
 
@@ -101,8 +112,8 @@ def _read_activation_scheme(where: str, activations: dict) -> ActivationScheme:
 def _check_scale_dtype(where: str, numbers: dict, kind: str, bits: int) -> None:
     """Scales in e8m0 (the MX formats) would be read, and their inputs rounded, as something else."""
     scale_dtype = str(numbers.get("scale_dtype") or "").removeprefix("torch.")
-    is_nvfp4 = (kind, bits, scale_dtype) == ("float", 4, "float8_e4m3fn")
-    if scale_dtype and not is_nvfp4 and scale_dtype not in ("float32", "bfloat16", "float16"):
+    is_fp4 = (kind, bits) == ("float", 4) and (numbers.get("group_size"), scale_dtype) in _FP4.values()
+    if scale_dtype and not is_fp4 and scale_dtype not in ("float32", "bfloat16", "float16"):
         raise FormatError(f"{where}: scales in {scale_dtype} for {bits}-bit {kind} numbers are not supported")
 
 
@@ -123,7 +134,7 @@ def disk_layout(scheme: WeightScheme) -> str:
     if scheme.has_offset:
         raise FormatError(f"compressed-tensors has no layout for {scheme.name} with a float offset")
     if scheme.kind == "float" and scheme.bits == 4:
-        return "nvfp4-pack-quantized"
+        return next(layout for layout, (size, _) in _FP4.items() if size == scheme.group_size)
     return scheme.layout
 
 
@@ -136,6 +147,8 @@ def group_config(group: ConfigGroup) -> dict[str, Any]:
         weights["block_structure"] = [scheme.block_rows, scheme.group_size]
     else:
         weights["group_size"] = scheme.group_size
+    if layout in _FP4:
+        weights["scale_dtype"] = f"torch.{_FP4[layout][1]}"
     if scheme.has_column_groups:
         weights["actorder"] = "group"
     return {
@@ -148,11 +161,14 @@ def group_config(group: ConfigGroup) -> dict[str, Any]:
 
 
 def _activation_config(activation: ActivationScheme) -> dict[str, Any]:
-    strategy = "token" if activation.dynamic else "tensor"
+    strategy, dynamic = "token" if activation.dynamic else "tensor", activation.dynamic
     if activation.group_size is not None:
-        strategy = "group" if activation.bits == 8 else "tensor_group"
-    dynamic = "local" if activation.bits == 4 else activation.dynamic
+        strategy = "group"
+    if (activation.bits, activation.group_size) == (4, 16):  # NVFP4's
+        strategy, dynamic = "tensor_group", "local"
     inputs = _quantization_args(activation.kind, activation.bits, strategy, True, dynamic=dynamic)
+    if activation.bits == 4:
+        inputs["scale_dtype"] = "torch." + dict(_FP4.values())[activation.group_size]
     return {**inputs, "group_size": activation.group_size}
 
 
@@ -172,7 +188,6 @@ def _quantization_args(kind: str, bits: int, strategy: str, symmetric: bool, *, 
         "block_structure": None,
         "observer": None,
         "observer_kwargs": {},
-        **({"scale_dtype": "torch.float8_e4m3fn"} if kind == "float" and bits == 4 else {}),
     }
 
 

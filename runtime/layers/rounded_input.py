@@ -15,7 +15,7 @@ def round_input(x: Tensor, scheme: ActivationScheme, input_scale: Tensor | None)
 
     x is about q · scale, `scheme.group_size` channels a scale, or all of them. The scales are compressed-tensors'
     definitions, so that a checkpoint means here what it meant where it was calibrated: max|x| / 127.5 for int8,
-    max|x| / 448 for e4m3; for NVFP4 (e2m1) max|x| / 6 in e4m3 under the stored global scale.
+    max|x| / 448 for e4m3; for NVFP4 (e2m1) max|x| / 6 in e4m3 under the stored global scale; for MXFP4 a power of two.
     """
     if scheme.group_size is not None:
         return _round_groups(x, scheme, input_scale)
@@ -36,6 +36,12 @@ def _round_groups(x: Tensor, scheme: ActivationScheme, global_scale: Tensor | No
     if scheme.bits == 8:
         scale = peak.clamp_(min=1e-12) / _E4M3_MAX
         q = _to_e4m3(groups / scale.unsqueeze(2))
+    elif global_scale is None:
+        # The exponent of max|x|, the next one from 1.75 up, less that of 4, the largest power of two in e2m1.
+        mantissa, exponent = torch.frexp(peak)  # mantissa in [0.5, 1)
+        exponent += mantissa >= 0.875
+        scale = torch.ldexp(torch.ones_like(peak), exponent - 3).clamp_(min=2.0**-126)
+        q = e2m1_to(to_e2m1(groups / scale.unsqueeze(2)), torch.float32)
     else:
         inner = _to_e4m3(peak / _E2M1_MAX * global_scale)
         scale = inner.masked_fill_(inner == 0, torch.finfo(torch.float8_e4m3fn).eps) / global_scale

@@ -127,7 +127,9 @@ def test_the_estimate_is_what_llm_compressor_writes_to_the_byte(shared, folder, 
     assert weight_size(path / "config.json").num_bytes == stored.num_bytes
 
 
-@pytest.mark.parametrize("folder", ["autoawq-w4g128-gemm", "llmc-nvfp4", "llmc-fp8-static", "llmc-fp8-kv"])
+@pytest.mark.parametrize(
+    "folder", ["autoawq-w4g128-gemm", "llmc-nvfp4", "llmc-mxfp4", "llmc-fp8-static", "llmc-fp8-kv"]
+)
 def test_what_a_config_alone_declares_to_the_byte(shared, folder):
     path = shared / "interop" / folder
     kv_scales = 3 * 2 * 2 if folder == "llmc-fp8-kv" else 0  # K's and V's of 3 layers, in bf16

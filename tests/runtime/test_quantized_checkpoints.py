@@ -34,6 +34,7 @@ AGAINST_STORED = {
     "llmc-sq-w8a8": 0.07,
     "llmc-fp8-dynamic": 0.15,
     "llmc-fp8-static": 0.16,
+    "llmc-mxfp4": 0.6,
     "llmc-nvfp4": 0.45,  # roundings to 4 bits flip: layer by layer see test_rounded_input
 }
 
@@ -62,9 +63,14 @@ def test_logits_equal_the_writers(shared, make_engine, name, dtype):
         assert relative_error(made.log_softmax(-1), expected) < AGAINST_TRANSFORMERS[name]
 
 
-def test_a_layout_that_is_not_run_is_refused_by_name(shared, make_engine):
-    with pytest.raises(FormatError, match="mxfp4"):
-        make_engine(shared / "interop" / "llmc-mxfp4")
+def test_a_layout_that_is_not_run_is_refused_by_name(shared, make_engine, tmp_path):
+    source = shared / "interop" / "llmc-mxfp4"
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(FormatError, match="mxfp8"):
+        make_engine(tmp_path)
 
 
 def quantized(kind, bits, strategy, group_size, symmetric, activation, out, in_, seed) -> QuantizedWeight:

@@ -8,6 +8,7 @@ from llmq.runtime.layers.rounded_input import rounded
 
 SCHEMES = {
     ("float", 4, 16): {"dynamic": "local", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+    ("float", 4, 32): {"dynamic": True, "strategy": "group", "scale_dtype": "torch.uint8"},
     ("float", 8, 32): {"dynamic": True, "strategy": "group"},
     ("float", 8, None): {"dynamic": True, "strategy": "token"},
     ("int", 8, None): {"dynamic": True, "strategy": "token"},
@@ -25,7 +26,7 @@ def test_rounding_equals_compressed_tensors(kind, bits, group_size):
     args = QuantizationArgs(
         type=kind, num_bits=bits, group_size=group_size, symmetric=True, **SCHEMES[kind, bits, group_size]
     )
-    global_scale = torch.tensor(150.0) if bits == 4 else None
+    global_scale = torch.tensor(150.0) if (bits, group_size) == (4, 16) else None
     tokens = x if group_size else x[None]  # theirs counts tokens in the second dimension
     scale, zero = compute_dynamic_scales_and_zp(tokens, args, torch.nn.Linear(64, 1), global_scale)
     expected = fake_quantize(tokens, scale, zero, args, global_scale).view(x.shape)

@@ -22,6 +22,7 @@ READABLE = [
     "llmc-fp8-static",
     "llmc-fp8-kv",
     "llmc-nvfp4",
+    "llmc-mxfp4",
 ]
 
 
@@ -142,12 +143,6 @@ def test_kv_cache_scheme_is_exposed(shared):
     assert (kv.kind, kv.bits, kv.strategy, kv.dynamic) == ("float", 8, "tensor", False)
 
 
-def test_mxfp4_is_refused_by_name(shared):
-    section = json.loads((shared / "interop" / "llmc-mxfp4" / "config.json").read_text())["quantization_config"]
-    with pytest.raises(FormatError, match="mxfp4-pack-quantized"):
-        QuantizationConfig.from_config(section)
-
-
 W4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -165,7 +160,7 @@ def w4(**changes):
     config = copy.deepcopy(W4)
     group = config["config_groups"]["group_0"]
     for key, value in changes.items():
-        if key in ("num_bits", "type", "strategy", "dynamic", "actorder", "scale_dtype"):
+        if key in ("num_bits", "type", "strategy", "dynamic", "actorder", "scale_dtype", "group_size"):
             group["weights"][key] = value
         elif key in ("input_activations", "output_activations"):
             group[key] = value
@@ -182,6 +177,8 @@ def w4(**changes):
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({"format": "marlin-24"}, "'marlin-24'"),
+        ({"format": "mxfp8-quantized"}, "'mxfp8-quantized'"),
+        ({"format": "mxfp4-pack-quantized", "num_bits": 4, "type": "float", "group_size": 16}, "groups of 32, not 16"),
         ({"num_bits": 1}, "1-bit int"),
         ({"strategy": "block"}, "weight blocks"),
         ({"strategy": "attn_head"}, "'attn_head'"),
