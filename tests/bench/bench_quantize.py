@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -70,6 +71,7 @@ class Bench:
         if row in self.results.quantized and (job.dense.exists() or self._is_scored(row)):
             return
         console.status(f"quantizing: {row.folder}")
+        shutil.rmtree(job.out, ignore_errors=True)
         command = [str(method.python()), str(FOLDER / f"drive_{method.driver}.py"), str(job.save())]
         log = Path(job.out) / "log.txt"
         code = _run(command, log, self.arguments.time_limit)
@@ -133,7 +135,7 @@ class Bench:
 
 
 def _run(command: list[str], log: Path, time_limit_s: float | None) -> int:
-    """The exit code. A driver that reaches the limit is told to end, and hands back what it measured until then."""
+    """The exit code: 0 too for a driver that reached the limit, was told to end, and hands back what it measured."""
     with open(log, "w", encoding="utf-8") as output:
         # In its own folder: GPTQModel writes logs into the current one.
         driver = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
@@ -141,7 +143,8 @@ def _run(command: list[str], log: Path, time_limit_s: float | None) -> int:
             return driver.wait(time_limit_s)
         except subprocess.TimeoutExpired:
             driver.terminate()
-            return driver.wait()
+            driver.wait()
+            return 0
         except BaseException:
             driver.kill()
             raise

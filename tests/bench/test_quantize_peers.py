@@ -1,9 +1,13 @@
 """The parts of bench_quantize.py that a wrong table could come from; no peer is run here."""
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from quantize_peers import methods
 from quantize_peers.dither import BLOCK, dithered, dithered_copy
 from quantize_peers.evaluate import Evaluator
 from quantize_peers.job import SCHEMES, Job
@@ -51,8 +55,6 @@ def test_a_dithered_copy_is_the_same_each_time_and_leaves_the_rest_alone(tmp_pat
 
 
 def rounded(weight: torch.Tensor, scheme: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    from quantize_peers import methods
-
     monkeypatch.syspath_prepend(methods.FOLDER)
     import drive_rtn
 
@@ -133,3 +135,24 @@ def test_a_job_is_read_back_as_it_was(tmp_path, monkeypatch):
     job = Job("model", str(tmp_path / "out"), SCHEMES["w8a8"], [[1, 2]], {"text": "t"}, {"method": "gptq"})
     monkeypatch.setattr("sys.argv", ["drive_rtn.py", str(job.save())])
     assert Job.from_command_line() == job
+
+
+@pytest.mark.parametrize("own_handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"])
+def test_a_driver_that_is_told_to_end_hands_back_its_cost_so_far(tmp_path, own_handler):
+    job = Job("model", str(tmp_path), SCHEMES["w8a8"], [[1, 2]], {"text": "t"})
+    lines = (
+        "import signal, sys, time",
+        "from job import Job, Meter",
+        "meter = Meter(Job.from_command_line())",
+        own_handler,
+        "held = bytearray(b'1') * 30_000_000",
+        "print('holding', flush=True)",
+        "time.sleep(60)",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(job.save())]
+    with subprocess.Popen(command, cwd=methods.FOLDER, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout.readline() == "holding\n"
+        driver.terminate()
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["is_whole"] is False
+    assert 29e6 < measured["above_imports_bytes"] < 40e6

@@ -4,6 +4,7 @@ A driver is a script: `python drive_<peer>.py JOB.json`. It quantizes `model` in
 then, unmeasured, it writes `out`/dense.safetensors: each tensor that differs from the model's, dequantized.
 """
 
+import atexit
 import json
 import resource
 import signal
@@ -66,7 +67,7 @@ class Job:
 
 
 class Meter:
-    """Time and memory from here, after the imports, to `stop`, or to SIGTERM, where a time limit cuts the work short.
+    """Time and memory from here, after the imports, to `stop`, or to the process's end, where that comes first.
 
     Peaks are resident sets: `peak_rss_bytes` is the kernel's own high-water mark, set back where this starts, and
     counts pages of mapped files; the anonymous peak, sampled every 50 ms, does not.
@@ -81,18 +82,16 @@ class Meter:
         self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
-        signal.signal(signal.SIGTERM, self._cut_short)
+        # A time limit ends a driver by SIGTERM. A peer's own handler may take this one's place: it will exit too.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        atexit.register(self.stop, is_whole=False)
 
     def _sample(self) -> None:
         while not self._stopped.wait(_SAMPLE_EVERY_S):
             self._peak_anonymous = max(self._peak_anonymous, _status_bytes("RssAnon"))
 
-    def _cut_short(self, *_: object) -> None:
-        self.stop(is_whole=False)
-        sys.exit(0)
-
     def stop(self, *, is_whole: bool = True) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        atexit.unregister(self.stop)
         wall_s, cpu_s = time.perf_counter() - self._started_s, _cpu_seconds() - self._cpu_s
         peak = _status_bytes("VmHWM")
         self._stopped.set()
