@@ -56,6 +56,11 @@ LEGAL: tuple[Legal, ...] = (
         "compressed-tensors",
         *(("fp8",), "float", (8,), ("channel", "tensor", "block"), (True,), "16 bit", ("llmq", "vllm", "transformers")),
     ),
+    Legal(
+        *("compressed-tensors", (), "float", (4,), ("group",), (True,), "16 bit", ("llmq", "vllm", "transformers")),
+        note="NVFP4 and MXFP4 are read and written, and no method here makes them",
+    ),
+    Legal("compressed-tensors", (), "float", (4,), ("group",), (True,), "fp4", ("llmq", "vllm", "transformers")),
     Legal("gptq", _WEIGHT_ONLY, "int", (2, 3, 4, 8), _ROWS, (True,), "16 bit", ("llmq", "vllm", "gptqmodel")),
     Legal("gptq_v2", _WEIGHT_ONLY, "int", (2, 3, 4, 8), _ROWS, _BOTH, "16 bit", ("llmq", "gptqmodel")),
     Legal("awq", _WEIGHT_ONLY, "int", (4,), _ROWS, (False,), "16 bit", ("llmq", "vllm", "transformers", "autoawq")),

@@ -17,6 +17,11 @@ SCHEMES = [
 SCHEMES += [WeightScheme("int", 8, "channel", None, True, INT8, "int-quantized")]
 SCHEMES += [WeightScheme("float", 8, s, None, True, FP8, "float-quantized") for s in ("channel", "tensor")]
 SCHEMES += [block_scheme()]
+SCHEMES += [
+    WeightScheme("float", 4, "group", size, activation=activation)
+    for size in (16, 32)
+    for activation in (None, ActivationScheme("float", 4, group_size=size))
+]
 
 
 @pytest.mark.parametrize("name", WRITERS)
