@@ -17,6 +17,7 @@ from llmq.profiles.errors import FailedError, InputError
 from llmq.quantize.fingerprint import differences, fingerprint
 from llmq.quantize.preflight import preflight, work_path
 from llmq.quantize.recipe import Recipe
+from llmq.quantize.report_html import REPORT_PAGE
 from llmq.quantize.work_folder import work_folder
 
 # One run that kills itself, as `kill -9` does, when the COUNTth layer is to be kept; with the threads of this process.
@@ -60,10 +61,10 @@ def killed(source, calibration_jsonl, tmp_path_factory):
 
 
 def files(folder):
-    """Every file's bytes; of the report all but the time it took."""
+    """Every file's bytes; of the report all but the time it took, which its page shows too."""
     found = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     report = json.loads(found["quantization_report.json"])
-    del report["duration_s"]
+    del report["duration_s"], found[REPORT_PAGE]
     return {**found, "quantization_report.json": report}
 
 
