@@ -44,7 +44,7 @@ app = typer.Typer(cls=EvalGroup, add_completion=False)
 
 @app.command("run")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or smollm2-135m.")],
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, alias, or the URL of a server.")],
     ppl: Annotated[str | None, typer.Option(help="Text file for perplexity, or builtin (the default).")] = None,
     window: Annotated[int | None, typer.Option(help="Tokens scored together.  [default: 2048]")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows.  [default: window]")] = None,
@@ -65,6 +65,10 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of a URL: folder of its tokenizer.", show_default=False)
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="LLMQ_API_KEY", help="Of a URL.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the JSON object here.")] = None,
 ) -> None:
@@ -77,7 +81,12 @@ def evaluate(
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
     numerics = _numerics(dtype, kv_dtype, device, threads, batch_invariant)
-    wants_tasks, wants_text = bool(tasks or data), bool(ppl or baseline or not (tasks or data))
+    remote = is_url(model)
+    if remote:
+        _check_served(model, tasks or data, ppl, numerics)
+    elif tokenizer:
+        raise InputError(f"--tokenizer {tokenizer} is for the URL of a server: {model} brings its own")
+    wants_tasks, wants_text = bool(tasks or data), bool(ppl or (baseline and not remote) or not (tasks or data))
     if not wants_tasks and (num_fewshot is not None or apply_chat_template or on_overlength):
         raise InputError(
             "--num-fewshot, --apply-chat-template and --on-overlength are about tasks: give --tasks or --data with them"
@@ -86,6 +95,8 @@ def evaluate(
         raise InputError(f"--data-dir {data_dir} holds the data of lm-eval's tasks: name them with --tasks")
     if not wants_text and (window is not None or stride is not None):
         raise InputError("--window and --stride are about a text: give --ppl with them")
+    if baseline and is_url(baseline):
+        raise InputError(f"--baseline {baseline}: evaluate it by itself with -o, and give its RESULT.json")
     margin = parse_max_drop(max_drop)
     if margin is not None and not (wants_tasks and baseline):
         raise InputError("--max-drop is about items that two models answer: give --baseline and --tasks or --data")
@@ -109,16 +120,20 @@ def evaluate(
         asked.check()
     text = _read_text(ppl or BUILTIN) if wants_text and not (saved and not ppl) else None
     with console.progress() as progress:
-        folder = find_model(model, keep_blocks=True, progress=progress)
+        target = None if remote else find_model(model, keep_blocks=True, progress=progress)
         baseline_folder = find_model(baseline, keep_blocks=True, progress=progress) if baseline and not saved else None
     if asked:
         asked.load()
+    if remote:
+        from llmq.evals.served_subject import ServedSubject
+
+        target = ServedSubject.open(model, tokenizer_folder=tokenizer, api_key=api_key)
 
     record = result.new_record() | dict.fromkeys(("model", "baseline", "text", "tasks", "baseline_tasks", "comparison"))
     record["options"] = options | asdict(numerics)
     if text is not None:
         subjects, evaluation = run_text(
-            folder, text, ppl or BUILTIN, baseline_folder, numerics, (window, stride, limit)
+            target, text, ppl or BUILTIN, baseline_folder, numerics, (window, stride, limit)
         )
         record |= {"text": evaluation.to_dict(), **_described(subjects)}
         if not as_json:
@@ -126,7 +141,7 @@ def evaluate(
         del subjects
     verdict = None
     if asked:
-        verdict = run_and_compare(asked, folder, baseline_folder, saved_samples, margin, record, is_quiet=as_json)
+        verdict = run_and_compare(asked, target, baseline_folder, saved_samples, margin, record, is_quiet=as_json)
     if as_json:
         console.print_json(result.plain_json(record))
     if output:
@@ -195,6 +210,20 @@ def run_text(
     )
     with console.progress() as progress:
         return (candidate, baseline), evaluate_text(candidate, encoded, plan, baseline, progress)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _check_served(url: str, items: object, ppl: str | None, numerics: "Numerics") -> None:
+    """Raises InputError for what is asked of a server and can only be had in this process."""
+    from llmq.evals.numerics import Numerics
+
+    if ppl or not items:
+        raise InputError(f"{url} is asked by --tasks or --data; perplexity of a text is had of a folder")
+    if numerics != Numerics():
+        raise InputError(f"{url} computes as it was started: leave --dtype, --kv-dtype, --device, --threads, … away")
 
 
 def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None, batch_invariant: bool) -> "Numerics":

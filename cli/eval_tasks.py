@@ -1,5 +1,6 @@
 """The part of `llmq eval` that runs tasks: on a model and its baseline, durably, compared item by item."""
 
+import contextlib
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from llmq.evals.evaluation import Subject
     from llmq.evals.numerics import Numerics
     from llmq.evals.samples import Sample
+    from llmq.evals.served_subject import ServedSubject
     from llmq.evals.task_run import TaskRun
     from llmq.evals.tasks import LoadedTasks
     from llmq.evals.verdict import Verdict
@@ -51,7 +53,7 @@ def task_names(tasks: str | None) -> list[str]:
     return [name.strip() for name in (tasks or "").split(",") if name.strip()]
 
 
-def numerics_line(subject: "Subject") -> str:
+def numerics_line(subject: "Subject | ServedSubject") -> str:
     return ", ".join(f"{name} {value}" for name, value in subject.engine.info.fingerprint.items())
 
 
@@ -114,8 +116,11 @@ class TaskOptions:
             raise InputError(f"--tasks {self.tasks!r} names no task")
         return loaded
 
-    def run(self, folder: Path, role: str) -> tuple[dict[str, Any], "TaskRun"]:
-        """(the model described, its run); answers that an interrupted run of the same left are not computed again."""
+    def run(self, target: "Path | ServedSubject", role: str) -> tuple[dict[str, Any], "TaskRun"]:
+        """(the model described, its run); answers that an interrupted run of the same left are not computed again.
+
+        target: a folder, which an engine is opened for in this process, or what a server serves.
+        """
         from llmq.evals.evaluation import Subject
         from llmq.evals.harness import EngineLM
         from llmq.evals.overlength import OnOverlength
@@ -123,14 +128,21 @@ class TaskOptions:
         from llmq.evals.task_run import run_tasks
 
         loaded = self._taken()
-        subject = Subject.open(folder, self.numerics)
-        described = describe_model(folder, subject.engine.info)
+        if isinstance(target, Path):
+            subject = Subject.open(target, self.numerics)
+            described = describe_model(target, subject.engine.info)
+        else:
+            subject, described = target, target.describe()
         shown = ", ".join(
             f"{name.replace('_', ' ')} {'default' if value is None else value}" for name, value in self.options.items()
         )
-        console.status(f"{role}: {folder} ({numerics_line(subject)})")
+        console.status(f"{role}: {described['path']} ({numerics_line(subject)})")
         console.status(f"tasks: {', '.join(loaded.tasks)}; {shown}")
-        with self._open_log(role, self._identity(described, loaded)) as answers, console.progress() as progress:
+        with (
+            contextlib.nullcontext() if isinstance(target, Path) else target.engine,
+            self._open_log(role, self._identity(described, loaded)) as answers,
+            console.progress() as progress,
+        ):
             if len(answers):
                 console.status(f"{len(answers):,} answers of an earlier run are in {answers.path}")
             self._logs.append(answers)
@@ -169,7 +181,7 @@ class TaskOptions:
 
 def run_and_compare(
     asked: TaskOptions,
-    folder: Path,
+    target: "Path | ServedSubject",
     baseline_folder: Path | None,
     saved: list["Sample"] | None,
     max_drop: float | None,
@@ -184,7 +196,7 @@ def run_and_compare(
     from llmq.evals.comparison import compare_samples
     from llmq.evals.samples import samples_path, save_samples
 
-    record["model"], run = asked.run(folder, "model")
+    record["model"], run = asked.run(target, "model")
     record["tasks"] = run.to_dict()
     if not is_quiet:
         print_tasks("lm-eval", run)

@@ -72,9 +72,17 @@ class TextAnswer(Answer):
     whole_kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, head: AnswerHead, tokenizer: Tokenizer, *, echo: bool, logprobs: bool, selection: Selection
+        self,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        *,
+        echo: bool,
+        logprobs: bool,
+        selection: Selection,
+        with_token_ids: bool = False,
     ) -> None:
         super().__init__(head, tokenizer)
+        self._with_token_ids = with_token_ids
         self._echo = echo
         self._selection = selection
         self._with_logprobs = logprobs
@@ -87,9 +95,10 @@ class TextAnswer(Answer):
 
     def chunk_choices(self, choice: Choice, delta: SequenceDelta) -> list[Json]:
         text, logprobs = self._take(choice, delta, CompletionLogprobs(self._tokenizer))
-        if not text and not delta.scored_tokens and delta.finish_reason is None:
+        has_ids = self._with_token_ids and delta.token_ids
+        if not text and not delta.scored_tokens and not has_ids and delta.finish_reason is None:
             return []
-        return [self._entry(choice, text, logprobs, delta.finish_reason)]
+        return [self._entry(choice, text, logprobs, delta.finish_reason, delta.token_ids)]
 
     def add(self, choice: Choice, delta: SequenceDelta) -> None:
         logprobs = self._logprobs.setdefault(choice.index, CompletionLogprobs(self._tokenizer))
@@ -99,18 +108,30 @@ class TextAnswer(Answer):
     def whole_choices(self, choices: Sequence[Choice]) -> list[Json]:
         chosen = [choices[place] for place in self._selection.best([one.output for one in choices])]
         return [
-            self._entry(one, self._text[one.index], self._logprobs[one.index], one.output.finish_reason)
+            self._entry(
+                one, self._text[one.index], self._logprobs[one.index], one.output.finish_reason, one.output.token_ids
+            )
             | {"index": index}
             for index, one in enumerate(chosen)
         ]
 
-    def _entry(self, choice: Choice, text: str, logprobs: CompletionLogprobs, finish_reason: str | None) -> Json:
-        return {
+    def _entry(
+        self,
+        choice: Choice,
+        text: str,
+        logprobs: CompletionLogprobs,
+        finish_reason: str | None,
+        token_ids: list[int],
+    ) -> Json:
+        entry = {
             "index": choice.index,
             "text": text,
             "logprobs": logprobs.lists if self._with_logprobs else None,
             "finish_reason": finish_reason,
         }
+        if self._with_token_ids:
+            entry |= {"token_ids": list(token_ids), "prompt_token_ids": choice.prompt.token_ids}
+        return entry
 
     def _take(
         self, choice: Choice, delta: SequenceDelta, logprobs: CompletionLogprobs
@@ -130,7 +151,8 @@ class TextAnswer(Answer):
         text, offsets = echoed_prompt(self._tokenizer, ids)
         if self._with_logprobs:
             scores = self._prompt_scores.setdefault(id(choice.prompt), delta.prompt_logprobs or [])
-            for token_id, scored, offset in zip(ids, [None, *scores], offsets, strict=True):
+            unscored = [None] * (len(ids) - len(scores))  # the first, and those before prompt_logprobs_start
+            for token_id, scored, offset in zip(ids, [*unscored, *scores], offsets, strict=True):
                 logprobs.add(token_id, scored, offset)
         return text
 

@@ -42,6 +42,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         "object": "model",
         "created": int(service.started_s),
         "owned_by": "llmq",
+        "root": service.info.model,  # where it lies on the server's disk, as vLLM tells it
         "max_model_len": service.info.max_model_len,
     }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from llmq.runtime.frontend.errors import InvalidRequestError
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.grammar_process import GrammarProcesses
 from llmq.runtime.frontend.input_processor import DEFAULT_COMPLETION_TOKENS, InputProcessor, check_range
@@ -71,15 +72,22 @@ class RequestReader:
             "default_max_tokens": DEFAULT_COMPLETION_TOKENS,
             "logprobs": 0 if logprobs is None and selection.chooses else logprobs,
             "prompt_logprobs": prompt_logprobs if echo else None,
+            "prompt_logprobs_start": request.prompt_logprobs_start,
             **grammar,
         }
+        _check_logprobs_start(fields, min(map(len, token_ids)))
         return ReadRequest(
             kind="cmpl",
             prompts=[Prompt(ids, self._input.sampling_params(len(ids), **fields)) for ids in token_ids],
             selection=selection,
             stop=self._input.stop_strings(request.stop),
             make_answer=partial(
-                TextAnswer, tokenizer=self._tokenizer, echo=echo, logprobs=logprobs is not None, selection=selection
+                TextAnswer,
+                tokenizer=self._tokenizer,
+                echo=echo,
+                logprobs=logprobs is not None,
+                selection=selection,
+                with_token_ids=bool(request.return_token_ids),
             ),
         )
 
@@ -161,6 +169,19 @@ class RequestReader:
             return {"grammar": checked, "isolate_grammar": True}
         await asyncio.to_thread(self.grammars.check, grammar, param)
         return {"grammar": grammar}
+
+
+def _check_logprobs_start(fields: dict[str, Any], shortest: int) -> None:
+    """`shortest`: tokens of the shortest prompt. Raises InvalidRequestError."""
+    start, param = fields["prompt_logprobs_start"], "prompt_logprobs_start"
+    if start is None:
+        return
+    if fields["prompt_logprobs"] is None:
+        raise InvalidRequestError(f"{param}: only with echo and logprobs", param=param)
+    if not 1 <= start < shortest:
+        raise InvalidRequestError(
+            f"{param} must be at least 1 and below the prompt's {shortest} tokens, got {start}", param=param
+        )
 
 
 async def _in_thread_if_long(encode: Callable[[Any], T], source: Any) -> T:

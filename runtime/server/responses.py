@@ -56,7 +56,7 @@ class CompletionLogprobs:
         self.lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, token_id: int, scored: TokenLogprobs | None, offset: int) -> None:
-        """`scored` is None for the first token of a prompt: nothing precedes it."""
+        """`scored` is None for a prompt's tokens without a log probability: the first, and those not asked for."""
         lists = self.lists
         lists["tokens"].append(self._name(token_id))
         lists["token_logprobs"].append(None if scored is None else max(scored.logprob, LOWEST_LOGPROB))

@@ -144,6 +144,12 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]  # checked by InputProcessor: it may hold 100,000 ids
     logprobs: int | None = None
     echo: bool | None = None
+    prompt_logprobs_start: int | None = Field(
+        None,
+        description="With echo and logprobs: the first position of a prompt that is scored, at least 1. What stands "
+        "before it may come from the prefix cache.",
+    )
+    return_token_ids: bool | None = Field(None, description="vLLM's: token_ids and prompt_token_ids in each choice.")
     best_of: int | None = Field(None, description="Of so many sequences the n likeliest (by token) are returned.")
 
 

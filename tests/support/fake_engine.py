@@ -108,7 +108,10 @@ class FakeEngine:
             request_id=request.request_id,
             new_token_ids=new,
             logprobs=None if params.logprobs is None else [_score(token, params.logprobs) for token in new],
-            prompt_logprobs=[_score(token, params.prompt_logprobs) for token in request.prompt_token_ids[1:]]
+            prompt_logprobs=[
+                _score(token, params.prompt_logprobs)
+                for token in request.prompt_token_ids[params.prompt_logprobs_start :]
+            ]
             if scores_prompt
             else None,
             num_cached_tokens=state.num_cached_tokens,

@@ -166,6 +166,33 @@ def test_echo_with_log_probabilities(serving: Callable, tokenizer: Tokenizer, st
     run(body())
 
 
+def test_scores_begin_where_asked(serving: Callable):
+    async def body():
+        async with serving() as s:
+            wanted = {"prompt": [5, 6, 7, 8], "echo": True, "logprobs": 0, "max_tokens": 1}
+            lists = (await s.post(TEXT, **wanted, prompt_logprobs_start=3)).json()["choices"][0]["logprobs"]
+            assert s.engine.added[0].sampling_params.prompt_logprobs_start == 3
+        assert lists["token_logprobs"] == [None, None, None, -0.5, -0.5]
+        assert len(lists["tokens"]) == 5
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_when_asked_for(serving: Callable, stream: bool):
+    async def body():
+        async with serving() as s:
+            wanted = {"prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}
+            if stream:
+                chunks = [chunk["choices"][0] for chunk in await s.stream(TEXT, **wanted)]
+            else:
+                chunks = (await s.post(TEXT, **wanted)).json()["choices"]
+        assert [token_id for chunk in chunks for token_id in chunk["token_ids"]] == [100, 101, 102, 103]
+        assert all(chunk["prompt_token_ids"] == [5, 6, 7] for chunk in chunks)
+
+    run(body())
+
+
 def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
     async def body():
         async with serving() as s:
@@ -193,6 +220,9 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (TEXT, {"prompt": [[]]}, "prompt"),
         (TEXT, {"prompt": "\ud800"}, "prompt"),
         (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": [5, 6], "echo": True, "logprobs": 0, "prompt_logprobs_start": 2}, "prompt_logprobs_start"),
+        (TEXT, {"prompt": [5, 6], "echo": True, "logprobs": 0, "prompt_logprobs_start": 0}, "prompt_logprobs_start"),
+        (TEXT, {"prompt": [5, 6], "logprobs": 0, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
         (TEXT, {"prompt": "a", "model": 5}, "model"),
         (TEXT, {"prompt": "a", "n": 0}, "n"),
         (TEXT, {"prompt": "a", "n": 129}, "n"),
