@@ -27,7 +27,9 @@ class InputStatistics:
     """Running statistics of a linear's input over tokens, in float32: E[x x^T], E|x| and max|x|."""
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu"):
-        self._sum_outer = torch.zeros(in_features, in_features, device=device)
+        # The sum over tokens of x x^T on and above the diagonal's tiles; once `gram` was asked for, the whole mean.
+        self._outer = torch.zeros(in_features, in_features, device=device)
+        self._is_mean = False
         self._sum_abs = torch.zeros(in_features, device=device)
         self.max_abs = torch.zeros(in_features, device=device)
         self.num_tokens = 0
@@ -37,9 +39,12 @@ class InputStatistics:
         x = x.reshape(-1, x.shape[-1]).to(torch.float32)
         if not len(x):
             return
+        if self._is_mean:
+            self._outer *= max(self.num_tokens, 1)
+            self._is_mean = False
         for start in range(0, x.shape[1], _TILE):
             stop = start + _TILE
-            self._sum_outer[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
+            self._outer[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
         x = x.abs()
         self._sum_abs += x.sum(0)
         torch.maximum(self.max_abs, x.amax(0), out=self.max_abs)
@@ -47,12 +52,17 @@ class InputStatistics:
 
     @property
     def gram(self) -> Tensor:
-        """E[x x^T], [in, in]: GPTQ's Hessian of the squared output error, but for a factor of two."""
-        gram = self._sum_outer / max(self.num_tokens, 1)
-        for start in range(0, gram.shape[0], _TILE):
-            stop = start + _TILE
-            gram[stop:, start:stop] = gram[start:stop, stop:].T
-        return gram
+        """E[x x^T], [in, in]: GPTQ's Hessian of the squared output error, but for a factor of two.
+
+        Not a copy, which of a wide linear would take hundreds of megabytes: not to be changed.
+        """
+        if not self._is_mean:
+            self._outer /= max(self.num_tokens, 1)
+            for start in range(0, self._outer.shape[0], _TILE):
+                stop = start + _TILE
+                self._outer[stop:, start:stop] = self._outer[start:stop, stop:].T
+            self._is_mean = True
+        return self._outer
 
     @property
     def mean_abs(self) -> Tensor:

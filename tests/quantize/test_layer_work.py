@@ -115,6 +115,7 @@ def test_the_second_moment_of_a_wide_input_is_whole_and_symmetric():
     statistics, x = InputStatistics(1300), torch.randn(2, 50, 1300)
     for sample in x:
         statistics.add(sample)
+        assert statistics.gram.shape == (1300, 1300)  # asked for in between, it goes on
     whole = x.flatten(0, 1)
     torch.testing.assert_close(statistics.gram, whole.T @ whole / 100, rtol=1e-4, atol=1e-4)
     assert torch.equal(statistics.gram, statistics.gram.T)
