@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from llmq.quantize.preflight import FP8_KV, Plan
 from llmq.quantize.recipe import DEFAULT_FORMAT
 from llmq.quantize.report import LinearReport, QuantizationReport, ScalingReport
 from llmq.quantize.report_files import write_report
-from llmq.quantize.sizes import is_duplicate_head
+from llmq.quantize.sizes import DTYPE_BYTES, is_duplicate_head, linear_bytes
 from llmq.quantize.targets import HEAD
 from llmq.quantize.verify import as_stored, verify_folder
 from llmq.quantize.work_folder import WorkFolder, work_folder
@@ -150,7 +150,7 @@ def _build_report(
     plan: Plan, calibration: CalibrationSet | None, facts: list[dict[str, Any]], bytes_after: int, duration_s: float
 ) -> QuantizationReport:
     source, schemes = plan.source, plan.schemes
-    linears: list[LinearReport] = [entry for layer in facts for entry in layer["reports"]]
+    linears = [_as_written(plan, entry) for layer in facts for entry in layer["reports"]]
     scalings: list[ScalingReport] = [entry for layer in facts for entry in layer["scalings"]]
     warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
     warnings += [warning for layer in facts for warning in layer["warnings"]]
@@ -180,6 +180,15 @@ def _build_report(
         duration_s=round(duration_s, 2),
         warnings=warnings,
     )
+
+
+def _as_written(plan: Plan, entry: LinearReport) -> LinearReport:
+    """The report of a linear with its bytes in the layout of OUT; finished layers are kept in another."""
+    if plan.recipe.format == DEFAULT_FORMAT:
+        return entry
+    target = next(target for target in plan.targets if target.name == entry.name)
+    size = linear_bytes(target, plan.schemes[entry.name], DTYPE_BYTES[plan.dtype], plan.recipe.format)
+    return replace(entry, bytes_after=size)
 
 
 def calibration_warnings(plan: Plan, calibration: CalibrationSet | None) -> list[str]:

@@ -94,7 +94,7 @@ def test_a_finished_batch_loads_nothing(tmp_path, requests, model):
     assert run(requests, output, model).returncode == 0
     again = run(requests, output, model)
     assert again.returncode == 0
-    assert "2 were there already" in again.stdout
+    assert "2 there already" in again.stdout
     assert again.stderr == ""
 
     write(requests, model, 3, max_tokens=2)

@@ -351,7 +351,9 @@ def test_other_layouts_hold_the_same_weights(source, run_quantize, tmp_path, for
     quantization = json.loads((tmp_path / "other/config.json").read_text())["quantization_config"]
     assert quantization["quant_method"] == format_name.removesuffix("_v2")
     layout = format_of(quantization, stored)
+    of_linears = {entry.name: entry.bytes_after for entry in report.linears}
     for name in linears_of(expected):
+        assert of_linears[name] == sum(t.nbytes for key, t in stored.items() if key.rpartition(".")[0] == name)
         theirs = config.read(name, expected.__getitem__).dequantize()
         torch.testing.assert_close(layout.read(name, stored.__getitem__).dequantize(), theirs, rtol=2e-3, atol=1e-7)
     assert sorted(os.listdir(tmp_path)) == ["ct", "other"]
