@@ -86,6 +86,7 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto
     selection = select_targets(source, recipe.ignore, recipe.rules)
     settings, recipe, reason = _resolve_settings(recipe, selection)
     plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0, _fusion_warnings(source, selection))
+    plan = replace(plan, warnings=(*plan.warnings, *_block_warnings(plan)))
     plan = _complete(plan)
     if recipe.backend != OWN:
         backend_named(recipe.backend).check(plan, device)
@@ -178,6 +179,23 @@ def _check_format(plan: Plan) -> None:
         writer.check(plan.settings[target.name].scheme, (target.out_features, target.in_features))
     if plan.schemes:
         writer.config(plan.schemes, tuple(plan.selection.left_alone), FP8_KV if plan.recipe.kv else None)
+
+
+def _block_warnings(plan: Plan) -> tuple[str, ...]:
+    """transformers 5.17 loads blocks of weights only where they divide a linear, in either layout."""
+    cut = [
+        target
+        for target in plan.targets
+        if (scheme := plan.schemes.get(target.name)) is not None
+        and scheme.strategy == "block"
+        and (target.out_features % scheme.block_rows or target.in_features % scheme.group_size)
+    ]
+    if not cut:
+        return ()
+    return (
+        f"blocks of 128×128 do not divide {len(cut)} of {len(plan.targets)} linears ({cut[0].kind}: "
+        f"{cut[0].out_features}×{cut[0].in_features}): llmq runs the result, transformers does not load it",
+    )
 
 
 def _fusion_warnings(source: Checkpoint, selection: Selection) -> tuple[str, ...]:

@@ -304,3 +304,11 @@ def test_layers_outside_the_decoder_are_refused_by_name(tmp_path):
     name = "vision_tower.encoder.layers.0.mlp.fc1.weight"
     checkpoint.tensors[name] = TensorInfo(name, "BF16", (64, 576), 2 * 64 * 576, "x")
     assert name in refuse(checkpoint, Recipe.of("rtn"), tmp_path / "out")
+
+
+def test_blocks_that_do_not_divide_a_linear_are_warned_of(tmp_path):
+    recipe = Recipe.of("fp8", fp8_scheme="block")
+    (warning,) = preflight(fake_checkpoint(tmp_path), recipe, tmp_path / "out").warnings
+    assert "do not divide 14 of 14 linears (q_proj: 576×576)" in warning
+    assert "transformers does not load it" in warning
+    assert preflight(fake_checkpoint(tmp_path, hidden=768), recipe, tmp_path / "out").warnings == ()
