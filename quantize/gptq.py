@@ -35,7 +35,8 @@ from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.rounding import Grid, searched_grid
 from llmq.quantize.scale_fit import quadratic_form, refit_scales
 
-DAMPING = 0.01  # of the Hessian's mean diagonal: the paper's
+DAMPING = 0.01  # of the Hessian's mean diagonal: the paper's, and the least that is taken
+_LARGEST_DEFAULT_DAMPING = 0.1
 # A failed Cholesky raises the damping by this factor, until it exceeds _MAX_DAMPING.
 _DAMPING_STEP = 10.0
 _MAX_DAMPING = 1.0
@@ -46,7 +47,7 @@ REFINEMENTS = 3
 _FINE_BITS = 6
 
 SETTINGS = {
-    "damping": DAMPING,
+    "damping": f"in_features / (2 · tokens), within {DAMPING} and {_LARGEST_DEFAULT_DAMPING}",
     "activation_order": "static groups",
     "grid": "searched, weighted with the Hessian's diagonal",
     "refinements": REFINEMENTS,
@@ -77,6 +78,17 @@ class Hessian:
         """E|delta x|^2 of each row of a [out, in] difference, [out]: damping and dead columns left out."""
         delta = delta.masked_fill(self.dead, 0)
         return (row_errors(delta, self) - self.ridge * delta.square().sum(-1)).clamp_(min=0)
+
+
+def default_damping(in_features: int, num_tokens: int) -> float:
+    """Half the inputs for each token, within 0.01 (the paper's) and 0.1: what few tokens say of many inputs is partly
+    noise, and rounding fits it.
+
+    On 8192 tokens of SmolLM2-135M the error on other text, at 3 bits, was at a damping of 0.1 against one of 0.01: down
+    (1536 inputs) 13 and 7 % less in layers 1 and 16, gate and up (576) 3 and 4 % less, o 3 % more and 4 % less, q, k, v
+    5 and 4 % more, where a few inputs stand out and the mean diagonal is theirs.
+    """
+    return min(max(DAMPING, in_features / (2 * max(num_tokens, 1))), _LARGEST_DEFAULT_DAMPING)
 
 
 def factorize(gram: Tensor, damping: float = DAMPING, in_activation_order: bool = True) -> Hessian | None:

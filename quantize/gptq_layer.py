@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.gptq import DAMPING, Rounded, factorize, gptq
+from llmq.quantize.gptq import Rounded, default_damping, factorize, gptq
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome
 from llmq.quantize.rounding import range_grid, saturated_share
 
 
-def quantize_layer(work: LayerWork, damping: float = DAMPING) -> LayerOutcome:
-    """GPTQ as a method. damping: as a share of the Hessian's mean diagonal; raised where that does not factorize.
+def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcome:
+    """GPTQ as a method. damping: as a share of the Hessian's mean diagonal (None: `default_damping`); raised where that
+    does not factorize.
 
     The stages are q/k/v, o, gate/up and down, so that each is rounded for the inputs it will really see ("true
     sequential" in the paper's code). A linear that no token reached, or whose Hessian no damping makes positive
@@ -40,10 +41,12 @@ def _take(statistics: dict[str, InputStatistics], names: list[str]) -> InputStat
 
 
 def _quantize_together(
-    work: LayerWork, names: list[str], inputs: InputStatistics, damping: float, warnings: list[str]
+    work: LayerWork, names: list[str], inputs: InputStatistics, damping: float | None, warnings: list[str]
 ) -> dict[str, LinearOutcome]:
     scheme, num_dead, num_tokens = work.schemes[names[0]], inputs.num_dead, inputs.num_tokens
     weight = torch.cat([work.linear(name).weight for name in names])
+    if damping is None:
+        damping = default_damping(weight.shape[1], num_tokens)
     hessian = factorize(inputs.gram, damping) if num_tokens else None
     del inputs
     nearest = range_grid(weight, scheme, work.dtype)

@@ -28,7 +28,7 @@ def round_layer(work: LayerWork) -> LayerOutcome:
 # Method -> what to do to a layer, with the options.
 _OURS: dict[str, Callable[[MethodOptions], Method]] = {
     "awq": lambda options: awq_layer.quantize_layer,
-    "gptq": lambda options: partial(gptq_layer.quantize_layer, damping=options.damp or gptq.DAMPING),
+    "gptq": lambda options: partial(gptq_layer.quantize_layer, damping=options.damp),
     "best": lambda options: partial(
         best_layer.quantize_layer, methods={name: _OURS[name](options) for name in ("awq", "gptq")}
     ),

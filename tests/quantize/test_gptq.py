@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.gptq import factorize, gptq, round_with_feedback, row_errors, sweep
+from llmq.quantize.gptq import default_damping, factorize, gptq, round_with_feedback, row_errors, sweep
 from llmq.quantize.rounding import Grid, range_grid, searched_grid
 from llmq.quantize.scale_fit import refit_scales
 
@@ -157,3 +157,9 @@ def test_a_hessian_that_is_not_positive_definite_raises_the_damping_step_by_step
     gram[3, 4] = gram[4, 3] = 1e6
     assert factorize(gram) is None
     assert factorize(torch.full((8, 8), float("nan"))) is None
+
+
+def test_damping_is_the_papers_with_many_tokens_and_grows_with_few():
+    assert default_damping(576, 100_000) == 0.01
+    assert default_damping(1536, 16_384) == pytest.approx(0.046875)
+    assert default_damping(1536, 3) == default_damping(64, 0) == 0.1

@@ -35,7 +35,7 @@ def test_the_layer_computes_with_what_is_stored_and_better_than_rounding(tiny_ll
             assert torch.equal(layer.get_submodule(name).weight, linear.weight.dequantize())
             assert linear.weight.scheme == scheme
             assert linear.num_tokens == 71
-            assert linear.damping == 0.01
+            assert linear.damping == 0.1
             assert linear.output_error < linear.rtn_output_error
 
 
