@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.cli import console
+from llmq.cli.served_target import is_url, model_name, server_of
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.units import format_count
 
@@ -49,15 +50,15 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     given = {"--kv-dtype": kv_dtype, "--threads": threads}
     options = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
-    if options and _is_url(target):
+    if options and is_url(target):
         raise InputError(f"{options[0]} is of a model served here, and {target} is a server already: leave it away")
-    if model is not None and not _is_url(target):
+    if model is not None and not is_url(target):
         raise InputError(
             f"--model {model} is one of a server's models, and {target} is to be served here: "
             f"name the model alone, llmq chat {model}, or a server's URL"
         )
-    with _server(target, options, interactive) as url:
-        name = _model_name(url, model, api_key)
+    with server_of(target, options, loading="llmq chat" if interactive else None) as url:
+        name = model_name(url, model, api_key)
         if interactive:
             console.status(f"llmq chat: {name} at {url} · /help for commands")
 
@@ -153,48 +154,6 @@ def _timing_line(answer: "StreamedChat") -> str:
 def _harmless(text: str) -> str:
     """Without the control characters by which a text could command the terminal."""
     return "".join(letter for letter in text if letter in "\n\t" or (letter >= " " and not "\x7f" <= letter <= "\x9f"))
-
-
-def _is_url(target: str) -> bool:
-    return target.startswith(("http://", "https://"))
-
-
-@contextlib.contextmanager
-def _server(target: str, options: list[str], interactive: bool) -> Iterator[str]:
-    """The base URL of `target`: where it is one itself, or of a server that lives as long as the block."""
-    if _is_url(target):
-        yield target.rstrip("/").removesuffix("/v1")
-        return
-    from llmq.cli.local_server import serving
-    from llmq.profiles.checkpoint import find_model
-
-    with console.progress() as progress:
-        folder = find_model(target, keep_blocks=True, progress=progress)
-    if interactive:
-        console.status(f"llmq chat: loading {folder}")
-    with serving(folder, *options) as url:
-        yield url
-
-
-def _model_name(url: str, wanted: str | None, api_key: str | None) -> str:
-    """The model to ask for. Raises InputError where the server has it not, wants a key, or is none."""
-    import httpx
-
-    from llmq.cli.local_server import authorization, error_message
-
-    try:
-        response = httpx.get(f"{url}/v1/models", headers=authorization(api_key), timeout=30, trust_env=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InputError(f"nothing answers at {url}: {error or type(error).__name__}") from None
-    if response.status_code == 401:
-        raise InputError(f"{url}: {error_message(response)} (--api-key, or LLMQ_API_KEY)")
-    try:
-        names = [one["id"] for one in response.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        raise InputError(f"{url}/v1/models is not OpenAI's list of models (status {response.status_code})") from None
-    if not names or (wanted is not None and wanted not in names):
-        raise InputError(f"{url} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
-    return wanted or names[0]
 
 
 def _typed_lines() -> Iterator[str]:
