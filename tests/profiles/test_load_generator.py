@@ -43,6 +43,8 @@ class Stub(httpx.AsyncBaseTransport):
         self.bodies.append(body)
         if body.get("mode") == "busy":
             return httpx.Response(429, json={"error": {"message": "full"}})
+        if body.get("mode") == "whole":
+            return httpx.Response(200, json={"choices": [{"text": "x", "finish_reason": "stop"}], "usage": usage(1)})
         if body.get("mode") == "refused":
             raise httpx.ConnectError("no")
         if body.get("mode") == "slow":
@@ -56,7 +58,8 @@ class Stub(httpx.AsyncBaseTransport):
             for number in range(count):
                 if number:
                     await asyncio.sleep(GAP_S)
-                yield event("x" if mode != "textless" else "")
+                so_far = usage((number + 1) * 2 - 1) if mode == "counting" else None
+                yield event("x" if mode != "textless" else "", usage=so_far)
                 if mode == "broken":
                     yield b'data: {"error": {"message": "the engine is dead"}}\n\n'
                 if mode == "garbage":
@@ -65,7 +68,8 @@ class Stub(httpx.AsyncBaseTransport):
                 return
             yield event(finish_reason="length")
             if mode != "uncounted":
-                yield event(usage=usage(count * body.get("tokens_per_event", 1)))
+                tokens = count * 2 - 1 if mode == "counting" else count * body.get("tokens_per_event", 1)
+                yield event(usage=usage(tokens))
             yield b"data: [DONE]\n\n"
 
 
@@ -111,7 +115,47 @@ def test_tokens_are_counted_by_usage_not_by_events():
     record = one(tokens_per_event=3)
     assert record.num_output_tokens == 15
     assert record.tpot_s == pytest.approx(4 * GAP_S / 14)
-    assert record.itl_s == pytest.approx([GAP_S] * 4)
+    assert record.itl_s == pytest.approx([GAP_S / 3] * 12)  # three tokens in each of the four events after the first
+    assert record.normalized_s == pytest.approx((TTFT_S + 4 * GAP_S) / 15)
+
+
+def test_counts_in_every_event_place_the_tokens():
+    record = one(mode="counting")  # one token, then two in each event
+    assert record.event_tokens == (1, 2, 2, 2, 2)
+    assert record.itl_s == pytest.approx([GAP_S / 2] * 8)
+    assert sum(record.itl_s) == pytest.approx(record.e2e_s - record.ttft_s)
+
+
+def test_events_without_a_whole_token_are_waited_through():
+    record = RequestRecord(0.0, 0.0, (1.0, 2.0, 4.0, 5.0), event_tokens=(1, 0, 2, 1), end_s=5.0, num_output_tokens=4)
+    assert record.itl_s == [1.5, 1.5, 1.0]
+
+
+def test_more_events_than_tokens_and_fewer():
+    assert RequestRecord(0, 0, (1, 2, 3, 4), num_output_tokens=2).tokens_by_event == (0, 1, 0, 1)
+    assert RequestRecord(0, 0, (1, 2, 3, 4), num_output_tokens=5).tokens_by_event == (1, 1, 1, 2)
+    assert RequestRecord(0, 0, ()).tokens_by_event == ()
+
+
+def test_without_usage_a_tokenizer_counts():
+    async def ask():
+        async with LoadClient("http://stub", transport=Stub(), count_tokens=lambda text: len(text) * 2) as client:
+            return await client.request(
+                "/v1/completions", {"max_tokens": 5, "mode": "uncounted", "prompt": "abc", "ignore_eos": None}
+            )
+
+    record = run_in_virtual_time(ask())
+    assert (record.error, record.num_prompt_tokens, record.num_output_tokens) == (None, 6, 10)
+
+
+def test_what_a_server_says_of_an_error_is_kept():
+    assert one(mode="busy").error_detail == "full"
+    assert one(mode="broken").error_detail == "the engine is dead"
+
+
+def test_a_field_that_is_none_is_not_sent():
+    _, stub = run(lambda client: client.request("/v1/completions", {"max_tokens": 1, "ignore_eos": None}))
+    assert "ignore_eos" not in stub.bodies[0]
 
 
 def test_a_single_token_has_no_tpot():
@@ -136,6 +180,7 @@ def test_tokens_without_text_are_an_answer_too():
         ("garbage", "not JSON"),
         ("cut", "no [DONE]"),
         ("uncounted", "no usage"),
+        ("whole", "not a stream"),
     ],
 )
 def test_what_is_no_whole_answer_is_an_error_by_name(mode, error):
