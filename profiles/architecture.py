@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from llmq.profiles.cache_layers import AttentionLayer, StateLayer
+from llmq.profiles.cache_table import CACHE_ROWS, Layers
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES, DecoderFamily, family_of, windows_of
 
@@ -32,35 +34,33 @@ _PLAIN_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    """The KV-cache of one layer: K is [num_kv_heads, head_dim_k] a token, V is [num_kv_heads, head_dim_v]."""
-
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    window: int | None = None
-
-
-@dataclass(frozen=True)
 class ModelArchitecture:
     model_type: str
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int | None  # of a dense layer; None: config.json names none
     num_layers: int
     num_attention_heads: int
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str  # the checkpoint's own: "bfloat16", "float16", "float32"
-    attention: tuple[AttentionLayer, ...]  # one per layer
+    attention: Layers  # one per layer; None: it keeps no K and V of its own
+    states: tuple[StateLayer, ...] = ()  # of layers that keep something of constant size
+    is_known: bool = True  # False: no row says so, K and V of grouped heads are assumed
+    not_run: str = ""  # why the runtime does not run it; "" where it may
+
+    @property
+    def keys(self) -> tuple[AttentionLayer, ...]:
+        """The K and V of the layers that keep their own."""
+        return tuple(layer for layer in self.attention if layer is not None)
 
     @property
     def head_dim(self) -> int:
-        return self.attention[0].head_dim_k
+        return self.keys[0].head_dim_k
 
     @property
     def num_kv_heads(self) -> int:
-        return self.attention[0].num_kv_heads
+        return self.keys[0].num_kv_heads
 
     @property
     def family(self) -> DecoderFamily | None:
@@ -69,55 +69,82 @@ class ModelArchitecture:
 
     @property
     def valid_tensor_parallel(self) -> list[int]:
-        """Rank counts that divide the attention heads, and either divide the KV heads or are a multiple of them."""
-        heads, kv_heads = self.num_attention_heads, {layer.num_kv_heads for layer in self.attention}
+        """Rank counts that divide the attention heads (and those of states), and either divide the KV heads or are a
+        multiple of them."""
+        heads, kv_heads = self.num_attention_heads, {layer.num_kv_heads for layer in self.keys}
+        divided = {heads, *(state.num_heads for state in self.states)}
         return [
             ranks
             for ranks in range(1, heads + 1)
-            if heads % ranks == 0 and all(kv % ranks == 0 or ranks % kv == 0 for kv in kv_heads)
+            if all(number % ranks == 0 for number in divided)
+            and all(kv % ranks == 0 or ranks % kv == 0 for kv in kv_heads)
         ]
+
+    def require_runnable(self) -> "ModelArchitecture":
+        """This architecture. Raises InputError where `kv-budget` can size it, but the runtime does not run it."""
+        if self.not_run:
+            raise InputError(
+                f"config.json: model_type {self.model_type!r} is not one that llmq runs ({', '.join(FAMILIES)} are), "
+                f"and its KV-cache is not one that the runtime allocates: it has {self.not_run}"
+            )
+        return self
 
     @classmethod
     def from_config(cls, config: Config) -> "ModelArchitecture":
         """Read a config.json (nested `text_config` too).
 
-        A model_type outside FAMILIES is taken for grouped-query attention of one shape in all layers. Raises InputError
-        where its config.json says otherwise, or lacks the numbers.
+        A model_type without a row in CACHE_ROWS is taken for grouped-query attention of one shape in all layers, and
+        not `is_known`. Raises InputError where its config.json says otherwise, or lacks the numbers.
         """
-        config = {**config, **config.get("text_config", {})}
-        model_type = str(config.get("model_type"))
-        missing = [
-            key
-            for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-            if not isinstance(config.get(key), int)
-        ]
-        family = family_of(config)
-        if family is None and (reason := _why_not_plain(config)):
+        config = {**config, **(config.get("text_config") or {})}
+        model_type, row = str(config.get("model_type")), CACHE_ROWS.get(config.get("model_type"))
+        family, is_plain = family_of(config), row is None or not row.patterns
+        if family is None and is_plain and (reason := _why_not_plain(config)):
             raise InputError(
                 f"config.json: model_type {model_type!r} is not one that llmq knows ({', '.join(FAMILIES)}), and its "
                 f"KV-cache cannot be derived: it has {reason}"
             )
-        if missing:
+        named, not_run = (row.named(config), row.not_run) if row else (config, "")
+        required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if not is_plain and not isinstance(named.get("num_hidden_layers"), int):
+            named["num_hidden_layers"] = len(row.kinds(named))
+        if missing := [key for key in required if not isinstance(named.get(key), int)]:
             raise InputError(f"config.json: {', '.join(missing)} missing or not a whole number")
-        num_heads = config["num_attention_heads"]
-        num_layers = config["num_hidden_layers"]
-        # A declared head_dim wins over hidden_size / heads: they differ in Qwen3, Gemma, Mistral-Nemo.
-        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if left_out := [key for key in required if key not in config and is_plain]:
+            not_run = f"no {', '.join(left_out)} in config.json"
+        attention, states = (_plain_layers(named), ()) if is_plain else row.layers(named)
+        if not any(attention):
+            raise InputError(
+                f"config.json: model_type {model_type!r} keeps no K and V in any layer: no KV-cache to size"
+            )
+        tied = family.tied_by_default if family else False
         return cls(
             model_type=model_type,
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=num_layers,
-            num_attention_heads=num_heads,
-            vocab_size=config["vocab_size"],
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default if family else False)),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            attention=tuple(
-                AttentionLayer(num_kv_heads, head_dim, head_dim, window) for window in windows_of(config, num_layers)
-            ),
+            hidden_size=named["hidden_size"],
+            intermediate_size=_whole(named.get("intermediate_size")),
+            num_layers=named["num_hidden_layers"],
+            num_attention_heads=named["num_attention_heads"],
+            vocab_size=named["vocab_size"],
+            max_position_embeddings=named.get("max_position_embeddings") or 2048,
+            tie_word_embeddings=bool(named.get("tie_word_embeddings", tied)),
+            dtype=str(named.get("dtype") or named.get("torch_dtype") or "float32"),
+            attention=attention,
+            states=states,
+            is_known=row is not None,
+            not_run=not_run,
         )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _plain_layers(config: Config) -> Layers:
+    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    # A declared head_dim wins over hidden_size / heads: they differ in Qwen3, Gemma, Mistral-Nemo.
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return tuple(AttentionLayer(kv_heads, head_dim, head_dim, window) for window in windows_of(config, num_layers))
 
 
 def _why_not_plain(config: Config) -> str | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from llmq.profiles.architecture import AttentionLayer, ModelArchitecture
+from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.weight_size import WeightSize
 
@@ -61,47 +61,56 @@ class Budget:
 
     @property
     def sequence_bytes(self) -> int:
-        """What the mathematics needs for one sequence on one rank, no block rounded up."""
-        return self.layout.needed_bytes(self.num_tokens)
+        """What the mathematics needs for one sequence on one rank, its state too, no block rounded up."""
+        return self.layout.needed_bytes(self.num_tokens) + self.layout.state_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds for one sequence on one rank, in whole blocks."""
-        return self.layout.reserved_bytes(self.num_tokens, self.step_tokens)
+        """What the allocator holds for one sequence on one rank, in whole blocks, and its state."""
+        return self.layout.reserved_bytes(self.num_tokens, self.step_tokens) + self.layout.state_bytes
 
     @property
     def uniform_bytes(self) -> int:
         """One sequence if every layer kept every token: the estimate that overlooks windows."""
-        return self.layout.bytes_per_token * self.num_tokens
+        return self.layout.bytes_per_token * self.num_tokens + self.layout.state_bytes
 
-    def without_gqa_bytes(self) -> int:
-        """One sequence on all ranks if each attention head had a K and V of its own."""
+    def without_gqa_bytes(self) -> int | None:
+        """One sequence on all ranks if each attention head had a K and V of its own; None where a layer keeps a latent
+        in place of heads."""
         heads = self.architecture.num_attention_heads
-        layers = tuple(
-            AttentionLayer(heads, layer.head_dim_k, layer.head_dim_v, layer.window)
-            for layer in self.architecture.attention
-        )
+        if not all(layer.head_dim_v for layer in self.architecture.keys):
+            return None
+        layers = tuple(layer and replace(layer, num_kv_heads=heads) for layer in self.architecture.attention)
         spec = self.layout.groups[0].spec
         layout = KVCacheLayout.of(
             replace(self.architecture, attention=layers), spec.dtype.name, dynamic_scales=spec.dtype.scale_bytes > 0
         )
-        return layout.needed_bytes(self.num_tokens)
+        return layout.needed_bytes(self.num_tokens) + layout.state_bytes
+
+    def blocks_beside(self, num_sequences: int) -> int:
+        """Blocks that the memory holds beside the states of so many sequences."""
+        states = num_sequences * self.layout.state_bytes
+        fitting = max(0, self.layout.num_blocks(self.memory.kv_cache_bytes - states))
+        return fitting if self.most_blocks is None else min(fitting, self.most_blocks)
 
     @property
     def num_blocks(self) -> int:
-        """What the runtime allocates in the memory that is left."""
-        if self.memory is None:
-            return 0
-        fitting = max(0, self.layout.num_blocks(self.memory.kv_cache_bytes))
-        return fitting if self.most_blocks is None else min(fitting, self.most_blocks)
+        """What the runtime allocates in the memory that is left, beside the states of all sequences that fit."""
+        return 0 if self.memory is None else self.blocks_beside(max(1, self.num_sequences))
 
     @property
     def num_sequences(self) -> int:
         """Sequences of `num_tokens` tokens held at the same time, none sharing a block."""
-        return self.num_blocks // self.layout.blocks_for(self.num_tokens, self.step_tokens)
+        if self.memory is None:
+            return 0
+        blocks = self.layout.blocks_for(self.num_tokens, self.step_tokens)
+        if not self.layout.state_bytes:
+            return self.blocks_beside(0) // blocks
+        return max(0, self.memory.kv_cache_bytes) // (blocks * self.layout.block_bytes + self.layout.state_bytes)
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that all blocks hold: their whole capacity where no layer has a window."""
-        most = self.num_blocks * max(group.block_tokens for group in self.layout.groups)
-        return self.layout.longest_sequence(self.num_blocks, most, self.step_tokens)
+        blocks = 0 if self.memory is None else self.blocks_beside(1)
+        most = blocks * max(group.block_tokens for group in self.layout.groups)
+        return self.layout.longest_sequence(blocks, most, self.step_tokens)

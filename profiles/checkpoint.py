@@ -78,7 +78,8 @@ class Checkpoint:
 
     @cached_property
     def architecture(self) -> ModelArchitecture:
-        return ModelArchitecture.from_config(self.config)
+        """Raises InputError for one that the runtime does not run: what `kv-budget` sizes is more."""
+        return ModelArchitecture.from_config(self.config).require_runnable()
 
     @property
     def total_bytes(self) -> int:

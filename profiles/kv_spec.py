@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from llmq.profiles.architecture import AttentionLayer, ModelArchitecture
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.cache_layers import AttentionLayer
 from llmq.profiles.errors import InputError
 
 
@@ -46,6 +47,7 @@ class KVCacheSpec:
     head_dim_v: int
     dtype: KVDtype
     window: int | None = None  # tokens a query sees, itself included; None: all
+    chunked: bool = False  # `window` is a chunk: a query sees from the last multiple of it on
 
     @property
     def payload_bytes_per_token(self) -> int:
@@ -53,7 +55,8 @@ class KVCacheSpec:
 
     @property
     def scale_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.dtype.scale_bytes
+        parts = bool(self.head_dim_k) + bool(self.head_dim_v)  # a latent is one, K and V are two
+        return parts * self.num_kv_heads * self.dtype.scale_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,10 +70,19 @@ class KVCacheGroup:
     spec: KVCacheSpec
     layers: tuple[int, ...]
     block_tokens: int
+    index_bytes_per_token: int = 0  # of all layers, beside K and V: what sparse-attention indexers keep
+
+    @property
+    def payload_bytes_per_token(self) -> int:
+        return len(self.layers) * self.spec.payload_bytes_per_token
+
+    @property
+    def scale_bytes_per_token(self) -> int:
+        return len(self.layers) * self.spec.scale_bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.layers) * self.spec.bytes_per_token
+        return self.payload_bytes_per_token + self.scale_bytes_per_token + self.index_bytes_per_token
 
     @property
     def block_bytes(self) -> int:
@@ -81,6 +93,10 @@ class KVCacheGroup:
         blocks = -(-num_tokens // self.block_tokens)
         if self.spec.window is None:
             return blocks
+        if self.spec.chunked:
+            # From the start of its chunk to the end of the step; that start lies inside a block where sizes are odd.
+            held = self.spec.window - 1 + step_tokens
+            return min(blocks, -(-held // self.block_tokens) + (self.spec.window % self.block_tokens != 0))
         # A step reads window - 1 tokens before its own; such a span, starting anywhere, touches one block more than
         # its length fills.
         span = self.spec.window - 1 + step_tokens
@@ -92,6 +108,7 @@ class KVCacheLayout:
     """All groups of a model on one rank. Blocks of every group are equal in bytes, so that one pool serves them all."""
 
     groups: tuple[KVCacheGroup, ...]
+    state_bytes: int = 0  # a sequence, whatever its length, and apart from the blocks: of layers that keep a state
 
     def __post_init__(self) -> None:
         sizes = {group.block_bytes for group in self.groups}
@@ -104,19 +121,29 @@ class KVCacheLayout:
 
     @property
     def payload_bytes_per_token(self) -> int:
-        return sum(len(group.layers) * group.spec.payload_bytes_per_token for group in self.groups)
+        return sum(group.payload_bytes_per_token for group in self.groups)
 
     @property
     def scale_bytes_per_token(self) -> int:
-        return sum(len(group.layers) * group.spec.scale_bytes_per_token for group in self.groups)
+        return sum(group.scale_bytes_per_token for group in self.groups)
+
+    @property
+    def index_bytes_per_token(self) -> int:
+        return sum(group.index_bytes_per_token for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token adds while it is inside every window."""
-        return self.payload_bytes_per_token + self.scale_bytes_per_token
+        return sum(group.bytes_per_token for group in self.groups)
+
+    @property
+    def bytes_per_late_token(self) -> int:
+        """Bytes that one more token adds when it is beyond every window."""
+        return sum(group.bytes_per_token for group in self.groups if group.spec.window is None)
 
     def needed_bytes(self, num_tokens: int) -> int:
-        """What the mathematics needs for a sequence: a window layer holds at most its window, no block is rounded."""
+        """What the mathematics needs for a sequence's tokens: a window layer holds at most its window, no block is
+        rounded. Its `state_bytes` come on top."""
         return sum(
             group.bytes_per_token * (min(num_tokens, group.spec.window) if group.spec.window else num_tokens)
             for group in self.groups
@@ -166,21 +193,24 @@ class KVCacheLayout:
             )
         layers_by_spec: dict[KVCacheSpec, list[int]] = {}
         for index, layer in enumerate(architecture.attention):
-            layers_by_spec.setdefault(_rank_spec(layer, dtype, tensor_parallel), []).append(index)
-        per_token = {spec: len(layers) * spec.bytes_per_token for spec, layers in layers_by_spec.items()}
-        common = math.lcm(*per_token.values())
+            if layer is not None:
+                layers_by_spec.setdefault(_rank_spec(layer, dtype, tensor_parallel), []).append(index)
+        groups = [
+            KVCacheGroup(spec, tuple(layers), 1, sum(architecture.attention[index].index_bytes for index in layers))
+            for spec, layers in layers_by_spec.items()
+        ]
+        per_token = [group.bytes_per_token for group in groups]
+        common = math.lcm(*per_token)
         # The group with the most bytes a token gets the fewest tokens in a block: at least `block_tokens`.
-        fewest = common // max(per_token.values())
+        fewest = common // max(per_token)
         block_bytes = common * -(-block_tokens // fewest)
         return cls(
-            tuple(
-                KVCacheGroup(spec, tuple(layers), block_bytes // per_token[spec])
-                for spec, layers in layers_by_spec.items()
-            )
+            tuple(replace(group, block_tokens=block_bytes // group.bytes_per_token) for group in groups),
+            sum(state.rank_bytes(tensor_parallel, dtype.bits) for state in architecture.states),
         )
 
 
 def _rank_spec(layer: AttentionLayer, dtype: KVDtype, tensor_parallel: int) -> KVCacheSpec:
     # More ranks than KV heads: each head is held by several.
     heads = max(1, layer.num_kv_heads // tensor_parallel)
-    return KVCacheSpec(heads, layer.head_dim_k, layer.head_dim_v, dtype, layer.window)
+    return KVCacheSpec(heads, layer.head_dim_k, layer.head_dim_v, dtype, layer.window, layer.chunked)

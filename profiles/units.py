@@ -50,6 +50,13 @@ def format_bytes_exact(count: int) -> str:
     return f"{count:,} B" if abs(count) < 1024 else f"{format_bytes(count)} ({count:,} B)"
 
 
+def format_bytes_both(count: int) -> str:
+    """80.0 GiB (85.9 GB): in the unit that memory is made in, and in the one that it is sold in."""
+    if abs(count) < 10**9:
+        return format_bytes(count)
+    return f"{format_bytes(count)} ({count / 10**9:,.1f} GB)"
+
+
 def format_count(number: int, noun: str) -> str:
     """1 request, 2 requests."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

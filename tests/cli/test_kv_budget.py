@@ -263,8 +263,91 @@ def test_a_checkpoint_is_budgeted_as_it_is_served(tiny_llama, request, kv_dtype,
     assert printed["memory"]["num_blocks"] * printed["per_rank"]["block_bytes"] == engine.info.kv_cache_bytes
 
 
-def test_a_cache_that_was_derived_for_an_unknown_family_is_marked(folder):
+def test_an_unknown_architecture_is_refused_never_guessed(folder):
+    with pytest.raises(InputError, match=r"model_type 'lama' is not one of .*near it: .*llama.*would be a guess"):
+        text(folder({**SMOLLM2, "model_type": "lama"}), "--weights", "1GiB")
+
+
+def test_a_known_cache_does_not_make_the_weights_known(folder):
     model = folder({**SMOLLM2, "model_type": "stablelm"})
-    assert "model_type stablelm is not one that llmq knows: the cache is derived" in text(model, "--weights", "1GiB")
+    assert budget(model, "--weights", "1GiB")["total"]["bytes_per_token"] == 23_040
     with pytest.raises(InputError, match=r"'stablelm' .* --weights 40GiB"):
         text(model)
+
+
+MLA = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "vocab_size": 129_280,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 163_840,
+    "torch_dtype": "bfloat16",
+}
+HYBRID = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 151_936,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_latent_is_whole_on_every_rank(folder):
+    result = budget(folder(MLA), "--weights", "600GiB", "--tp", "8", "--ctx", "128k")
+    assert result["per_rank"]["payload_bytes_per_token"] == 70_272
+    assert result["total"]["bytes_per_token"] == 8 * 70_272
+    assert result["total"]["sequence_bytes_without_gqa"] is None
+    assert result["not_run"] == "latent attention"
+    shown = text(folder(MLA), "--weights", "600GiB", "--tp", "8")
+    assert "a latent of 576" in shown
+    assert "Each latent is held by 8 ranks." in shown
+    assert "serve does not run this model: it has latent attention" in shown
+
+
+def test_a_state_is_apart_and_counted_once_a_sequence(folder):
+    args = ("--weights", "1GiB", "--ctx", "4096", "--kv-cache-memory", "10GiB")
+    result = budget(folder(HYBRID), *args)
+    state = result["per_rank"]["state_bytes"]
+    assert state == 77_266_944
+    assert result["per_rank"]["sequence_bytes"] == 4096 * 24_576 + state
+    memory = result["memory"]
+    assert memory["num_sequences"] == 10 * GiB // result["per_rank"]["reserved_bytes"]
+    held = memory["num_sequences"] * state + memory["num_blocks"] * result["per_rank"]["block_bytes"]
+    assert 10 * GiB - result["per_rank"]["block_bytes"] < held <= 10 * GiB
+    shown = text(folder(HYBRID), *args)
+    assert "state of a sequence (36 layers, gated delta net)" in shown
+    assert "KV of 4,096 tokens and the state" in shown
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "advised"), [("fp32", "bf16"), ("bf16", "fp8"), ("fp8", "int4"), ("int8", "int4"), ("int4", None)]
+)
+def test_fewer_bits_are_advised_only_where_there_are_fewer(folder, kv_dtype, advised):
+    shown = text(folder(LLAMA_70B), "--kv-cache-memory", "64MiB", "--kv-dtype", kv_dtype)
+    assert "Not one sequence fits: a shorter --ctx (" in shown
+    assert "or more ranks (--tp 2)" in shown
+    assert (f"fewer bits (--kv-dtype {advised})" in shown) if advised else ("fewer bits" not in shown)
+
+
+def test_the_256k_problem(folder):
+    """A 70B-shaped model at 262,144 tokens on 8 ranks in FP8: 5 GiB of payload a rank, its scales apart."""
+    args = ("--ctx", "256k", "--tp", "8", "--kv-dtype", "fp8")
+    static, dynamic = (
+        budget(folder(LLAMA_70B), *args, "--kv-scales", how)["per_rank"] for how in ("static", "dynamic")
+    )
+    assert static["payload_bytes_per_token"] * 262_144 == 5 * GiB
+    assert static["sequence_bytes"] == 5 * GiB
+    assert dynamic["payload_bytes_per_token"] == static["payload_bytes_per_token"]
+    assert dynamic["scale_bytes_per_token"] == 2 * 2 * 80
+    assert dynamic["sequence_bytes"] == 5 * GiB + 2 * 2 * 80 * 262_144

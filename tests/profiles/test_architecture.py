@@ -67,8 +67,8 @@ def test_gemma_3_without_a_period_has_a_global_layer_every_sixth():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "model_type 'deepseek_v3' .* latent attention"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "type linear_attention"),
+        ({"model_type": "some_mla", "kv_lora_rank": 512}, "model_type 'some_mla' .* latent attention"),
+        ({"model_type": "some_ssm", "layer_types": ["linear_attention", "full_attention"]}, "type linear_attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder beside"),
         ({"model_type": "openelm", "num_key_value_heads": [1, 2]}, "differ from layer to layer"),
         ({"model_type": None}, "no model_type"),
@@ -80,8 +80,10 @@ def test_a_cache_that_cannot_be_derived_is_refused_by_name(changes, reason):
 
 
 def test_an_unknown_family_of_plain_heads_is_derived():
-    made = ModelArchitecture.from_config({**BASE, "model_type": "stablelm", "num_key_value_heads": 4})
-    assert (made.num_kv_heads, made.head_dim, made.family) == (4, 128, None)
+    """For the runtime, which proves it on tokens before it serves; `kv-budget` refuses what is not known."""
+    made = ModelArchitecture.from_config({**BASE, "model_type": "unheard_of", "num_key_value_heads": 4})
+    assert (made.num_kv_heads, made.head_dim, made.family, made.is_known) == (4, 128, None, False)
+    assert ModelArchitecture.from_config({**BASE, "model_type": "stablelm"}).is_known
 
 
 def test_missing_keys_are_named():
