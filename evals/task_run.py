@@ -5,6 +5,8 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lm_eval.api.model import LM
+
 from llmq.evals.harness import EngineLM, HarnessCounts
 from llmq.evals.samples import Sample, samples_of
 from llmq.evals.tasks import LoadedTasks
@@ -59,11 +61,27 @@ def run_tasks(
     """`limit`: the first so many items of each. `num_fewshot` None: each task's own. Raises InputError where the model
     has no chat template to apply.
     """
+    if apply_chat_template and lm.chat_template(True) is None:
+        raise InputError("--apply-chat-template: this model has no chat template (chat_template.jinja)")
+    for task in loaded.tasks.values():
+        lm.overlength.keep_out_of_scores(task)
+    results = evaluate_tasks(lm, loaded, limit=limit, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template)
+    samples = samples_of(results["samples"], lm.prompt_token_ids)
+    return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, samples)
+
+
+def evaluate_tasks(
+    lm: LM,
+    loaded: LoadedTasks,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+) -> dict[str, Any]:
+    """lm-eval's own results and samples, of any of its models, on the prompts that `run_tasks` makes."""
     import numpy as np
     from lm_eval import evaluator
 
-    if apply_chat_template and lm.chat_template(True) is None:
-        raise InputError("--apply-chat-template: this model has no chat template (chat_template.jinja)")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     for task in loaded.tasks.values():
         if num_fewshot is not None:
@@ -72,10 +90,9 @@ def run_tasks(
             task.set_config(key="num_fewshot", value=0)
         _check_few_shot(task)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-        lm.overlength.keep_out_of_scores(task)
     random.seed(_RANDOM_SEED)
     np.random.seed(_FEWSHOT_SEED)
-    results = evaluator.evaluate(
+    return evaluator.evaluate(
         lm,
         {"tasks": loaded.tasks, "groups": loaded.groups},
         limit=limit,
@@ -83,8 +100,6 @@ def run_tasks(
         fewshot_as_multiturn=apply_chat_template,
         bootstrap_iters=1000,
     )
-    samples = samples_of(results["samples"], lm.prompt_token_ids)
-    return TaskRun(_scores(results, loaded.groups), lm.counts, lm.first_token_ids, samples)
 
 
 def _check_few_shot(task: Any) -> None:

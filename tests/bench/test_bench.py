@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import bench_consumers
 import bench_contention
+import bench_eval_speed
 import bench_kv_dtypes
 import bench_paging
 import bench_prefix_cache
@@ -13,6 +14,8 @@ import bench_soak
 import bench_static_batching
 import pytest
 from bench_simulation import StepCost
+
+from llmq.evals.samples import Sample
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +141,24 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
 )
 def test_measure(main):
     main([])
+
+
+def test_both_backends_of_lm_eval_predict_the_same(tiny_llama, shared):
+    model = tiny_llama(max_position_embeddings=4096)
+    options = ["--model", str(model), "--batch-sizes", "1,4", "--probe", "2", "--limit", "3"]
+    found = bench_eval_speed.main([*options, "--tasks", "arc_easy,lambada_openai,gsm8k"])
+    assert set(found) == {"arc_easy", "lambada_openai", "gsm8k"}
+    for of_task in found.values():
+        assert (of_task["items"], of_task["different"]) == (3, [])
+        assert of_task["hf_batch_size"] in (1, 4)
+
+
+def test_a_difference_is_told_with_its_margins():
+    def sample(answers):
+        return Sample("task", 7, "", "", [], "", answers, {})
+
+    apart = bench_eval_speed.difference(sample([[-1.0, True], [-1.5, False]]), sample([[-1.25, True], [-1.0, True]]))
+    assert apart == {"doc_id": 7, "ours": 0, "hf": 1, "ours_margin_nats": 0.5, "hf_margin_nats": 0.25}
+    assert bench_eval_speed.difference(sample(["abc"]), sample(["abd"]))["parted_at_character"] == 2
+    assert bench_eval_speed.difference(sample([[-1.0, True]]), sample([[-1.1, False]]))["hf_nats"] == -1.1
+    assert bench_eval_speed.difference(sample([[-1.0, True]]), sample([[-1.1, True]])) is None
