@@ -65,6 +65,11 @@ def print_tasks(title: str, run: "TaskRun") -> None:
     for remark, count in remarks.items():
         if count:
             console.print_text(f"  {count:,} {remark}")
+
+
+def say_suspect_generations(run: "TaskRun") -> None:
+    """On stderr, with --json too: answers that were cut or empty, a warning where they are many."""
+    counts = run.counts
     for what, count in (("ended at max_gen_toks", counts.num_hit_cap), ("came back empty", counts.num_empty)):
         if count:
             share = count / counts.num_generations

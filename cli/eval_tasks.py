@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmq.cli import console
-from llmq.cli.eval_tables import print_comparison, print_tasks
+from llmq.cli.eval_tables import print_comparison, print_tasks, say_suspect_generations
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class TaskOptions:
             lm = EngineLM(subject.engine, subject.tokenizer, progress, answers, policy)
             run = run_tasks(lm, loaded, **{k: v for k, v in self.options.items() if k != "on_overlength"})
         console.status(f"first ids {run.first_token_ids}")
+        say_suspect_generations(run)
         return described, run
 
     def forget_answers(self) -> None:

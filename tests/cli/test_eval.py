@@ -298,3 +298,19 @@ def test_a_set_of_each_kind_of_line_is_quiet_when_piped(tiny_llama, tmp_path):
         assert "kwargs" not in done.stderr
         assert "it/s" not in done.stderr
         assert "examples/s" not in done.stderr
+
+
+def test_answers_that_were_cut_are_warned_of_above_two_per_cent(monkeypatch):
+    from llmq.cli import eval_tables
+    from llmq.evals.harness import HarnessCounts
+    from llmq.evals.task_run import TaskRun
+
+    said = []
+    monkeypatch.setattr(eval_tables.console, "warn", lambda text: said.append(("warning", text)))
+    monkeypatch.setattr(eval_tables.console, "status", lambda text: said.append(("remark", text)))
+    counts = HarnessCounts(num_generations=100, num_hit_cap=3, num_empty=2)
+    eval_tables.say_suspect_generations(TaskRun([], counts, [], []))
+    assert said == [
+        ("warning", "3 of 100 generations (3.0%) ended at max_gen_toks"),
+        ("remark", "2 of 100 generations (2.0%) came back empty"),
+    ]
