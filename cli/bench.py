@@ -81,6 +81,7 @@ def bench(
     serve_options: Annotated[
         str | None, typer.Option(help='Of a model served here, as for llmq serve: "--kv-dtype int8".')
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
     csv_output: Annotated[Path | None, typer.Option("--csv", help="Write a row for each request.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -105,7 +106,7 @@ def bench(
     )  # fmt: skip
     plan.check()
     extra_body = _json_object("--body", body)
-    bench_output.check_writable(csv_output)
+    bench_output.check_writable(csv_output, html)
     count_tokens = None if tokenizer is None else _token_counter(tokenizer)
     with server_of(target, _words(threads, serve_options), loading="llmq bench") as url:
         name = model_name(url, model, api_key)
@@ -127,6 +128,7 @@ def bench(
         raise FailedError(bench_output.nothing_answered(measurements[-1]))
     result = bench_output.Result(target, found, measurements, plan.sweep, best_rate, price_per_hour)
     bench_output.write_csv(result, csv_output)
+    bench_output.write_page(result, html)
     bench_output.show(result, as_json=as_json)
     if plan.sweep:
         raise typer.Exit(0 if best_rate is not None else 1)

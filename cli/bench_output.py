@@ -58,7 +58,8 @@ def workload_line(workload: "Workload") -> str:
 
 
 def point_line(one: "Measurement") -> str:
-    return "llmq bench:   " + " · ".join(_point(one)[1:])
+    rate, count, kept, *_, verdict = _point(one)
+    return f"llmq bench: {rate} requests/s: {kept} of {count} requests kept the SLO: {verdict}"
 
 
 def nothing_answered(one: "Measurement") -> str:
@@ -89,6 +90,28 @@ def write_csv(result: Result, path: Path | None) -> None:
     console.status(f"llmq bench: a row for each request in {path}")
 
 
+def write_page(result: Result, path: Path | None) -> None:
+    if path is None:
+        return
+    from llmq.profiles.load import report
+    from llmq.profiles.load.page import render_page
+
+    one = result.shown
+    page = render_page(
+        title=f"llmq bench: {result.found.model}",
+        remark=f"{result.target} · {result.found.path} · {result.found.prompts}",
+        headline=_headline(result),
+        shown=one,
+        latencies=_latencies(one),
+        figures=figures(one, result.price_per_hour),
+        notes=report.notes(one),
+        points=result.measurements if result.sweeps else (),
+        point_table=_points(result) if result.sweeps else None,
+    )
+    path.write_text(page, encoding="utf-8")
+    console.status(f"llmq bench: a page with plots in {path}")
+
+
 def show(result: Result, *, as_json: bool) -> None:
     from llmq.profiles.load import report
 
@@ -97,20 +120,35 @@ def show(result: Result, *, as_json: bool) -> None:
         return
     one = result.shown
     if result.sweeps:
-        _show_points(result)
-    _show_latencies(one)
+        console.print_table(f"Rates tried for {one.slo}", *_points(result))
+        console.heading(_best(result))
+        console.print_text()
+    console.print_table(str(one.workload.pacing), *_latencies(one))
     console.print_text()
     console.print_table(None, ["", ">"], figures(one, result.price_per_hour))
     console.print_notes(report.notes(one))
 
 
-def _show_points(result: Result) -> None:
+def _headline(result: Result) -> str:
+    if result.sweeps:
+        return _best(result)
+    one = result.shown
+    return "" if one.slo is None else f"{one.slo}: {_kept(one)}"
+
+
+def _kept(one: "Measurement") -> str:
+    return f"{one.goodput.num_good / one.summary.num_requests:.1%}: {one.verdict.value}"
+
+
+def _best(result: Result) -> str:
+    found = "no rate that was tried keeps it" if result.best_rate is None else f"{result.best_rate:.3g} requests/s"
+    return f"Highest rate that keeps {result.shown.slo}: {found}"
+
+
+def _points(result: Result) -> tuple[list[str], list[list[str]]]:
     points = sorted(result.measurements, key=lambda one: one.workload.pacing.rate_per_s)
     columns = [">requests/s", ">requests", ">kept the SLO", ">p99 TTFT", ">p99 TPOT", "verdict"]
-    console.print_table(f"Rates tried for {result.measurements[0].slo}", columns, [_point(one) for one in points])
-    found = "no rate that was tried kept the SLO" if result.best_rate is None else f"{result.best_rate:.3g} requests/s"
-    console.heading(f"Highest rate that keeps it: {found}")
-    console.print_text()
+    return columns, [_point(one) for one in points]
 
 
 def _point(one: "Measurement") -> list[str]:
@@ -119,14 +157,14 @@ def _point(one: "Measurement") -> list[str]:
     verdict = "FAIL, over-saturated" if one.is_saturated else one.verdict.value
     return [
         f"{one.workload.pacing.rate_per_s:.3g}",
-        format_count(summary.num_requests, "request"),
+        f"{summary.num_requests:,}",
         f"{share:.1%}",
         *(ms(found.percentiles[99]) if found else "" for found in (summary.ttft, summary.tpot)),
         verdict,
     ]
 
 
-def _show_latencies(one: "Measurement") -> None:
+def _latencies(one: "Measurement") -> tuple[list[str], list[list[str]]]:
     from llmq.profiles.load.metrics import PERCENTILES
     from llmq.profiles.load.report import LATENCIES
 
@@ -135,8 +173,7 @@ def _show_latencies(one: "Measurement") -> None:
         if found := getattr(one.summary, name):
             points = [ms(found.percentiles[point]) for point in PERCENTILES]
             rows.append([_NAMES[name], f"{found.count:,}", ms(found.mean), *points, ms(found.highest)])
-    columns = ["from when each was due", ">values", ">mean", *(f">p{point}" for point in PERCENTILES), ">highest"]
-    console.print_table(str(one.workload.pacing), columns, rows)
+    return ["from when each was due", ">values", ">mean", *(f">p{point}" for point in PERCENTILES), ">highest"], rows
 
 
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E", "normalized": "E2E / tokens"}
@@ -162,7 +199,7 @@ def figures(one: "Measurement", price_per_hour: float | None) -> list[list[str]]
     if one.slo is not None:
         good = one.goodput
         rows += [
-            [f"kept {one.slo}", f"{good.num_good / summary.num_requests:.1%}: {one.verdict.value}"],
+            [f"kept {one.slo}", _kept(one)],
             ["goodput: requests/s", f"{good.requests_per_s:.3g}"],
             ["goodput: output tokens/s", f"{good.output_tokens_per_s:,.1f}"],
         ]
@@ -176,7 +213,6 @@ def figures(one: "Measurement", price_per_hour: float | None) -> list[list[str]]
     rows.append(["prefix-cache hits, by usage", _share(cache["hit_rate_by_usage"])])
     if cache["hit_rate_by_metrics"] is not None:
         rows.append(["prefix-cache hits, by /metrics (warm-up too)", _share(cache["hit_rate_by_metrics"])])
-    rows.append(["MFU", "not known: needs the model's FLOPs a token and the device's peak"])
     return rows
 
 

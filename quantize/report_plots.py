@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from llmq.profiles.svg import document, text
+
 CELL, LABEL_WIDTH, HEADER = 20, 110, 18
 BAR_WIDTH, BAR_HEIGHT = 520, 14
 
@@ -21,7 +23,7 @@ def heat_map(values: Grid, hints: Mapping[tuple[str, int], str], *, logarithmic:
     shapes = []
     for row, kind in enumerate(kinds):
         y = HEADER + row * CELL
-        shapes.append(_text(LABEL_WIDTH - 6, y + CELL * 0.7, kind, anchor="end"))
+        shapes.append(text(LABEL_WIDTH - 6, y + CELL * 0.7, kind, anchor="end"))
         for layer in range(num_layers):
             if (kind, layer) in values:
                 opacity = depth(values[kind, layer])
@@ -31,27 +33,27 @@ def heat_map(values: Grid, hints: Mapping[tuple[str, int], str], *, logarithmic:
                     f"<title>{escape(hints[kind, layer])}</title></rect>"
                 )
     for layer in range(0, num_layers, 5 if num_layers > 12 else 1):
-        shapes.append(_text(LABEL_WIDTH + (layer + 0.5) * CELL, HEADER - 6, str(layer), anchor="middle"))
-    return _svg(LABEL_WIDTH + num_layers * CELL, HEADER + len(kinds) * CELL, shapes, "values by kind and layer")
+        shapes.append(text(LABEL_WIDTH + (layer + 0.5) * CELL, HEADER - 6, str(layer), anchor="middle"))
+    return document(LABEL_WIDTH + num_layers * CELL, HEADER + len(kinds) * CELL, shapes, "values by kind and layer")
 
 
 def paired_bars(rows: Sequence[tuple[str, float, float, str]]) -> str:
-    """For each (name, before, after, text) a pale bar and a full one over it, on one scale from zero."""
+    """For each (name, before, after, remark) a pale bar and a full one over it, on one scale from zero."""
     if not rows:
         return ""
     longest = max(max(before, after) for _, before, after, _ in rows) or 1.0
     shapes = []
-    for number, (name, before, after, text) in enumerate(rows):
+    for number, (name, before, after, remark) in enumerate(rows):
         y = number * (BAR_HEIGHT + 10) + 4
-        shapes.append(_text(LABEL_WIDTH - 6, y + BAR_HEIGHT * 0.8, name, anchor="end"))
+        shapes.append(text(LABEL_WIDTH - 6, y + BAR_HEIGHT * 0.8, name, anchor="end"))
         for value, fill in ((before, "--ghost"), (after, "--bar")):
             width = BAR_WIDTH * value / longest
             shapes.append(
                 f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}" style="fill:var({fill})"/>'
             )
         end = LABEL_WIDTH + BAR_WIDTH * max(before, after) / longest
-        shapes.append(_text(end + 8, y + BAR_HEIGHT * 0.8, text))
-    return _svg(LABEL_WIDTH + BAR_WIDTH + 220, len(rows) * (BAR_HEIGHT + 10) + 8, shapes, "bytes before and after")
+        shapes.append(text(end + 8, y + BAR_HEIGHT * 0.8, remark))
+    return document(LABEL_WIDTH + BAR_WIDTH + 220, len(rows) * (BAR_HEIGHT + 10) + 8, shapes, "bytes before and after")
 
 
 def _depths(values: Sequence[float], logarithmic: bool) -> Callable[[float], float]:
@@ -66,14 +68,3 @@ def _depths(values: Sequence[float], logarithmic: bool) -> Callable[[float], flo
         return 0.08 + 0.92 * (measure(value) - low) / (high - low)
 
     return depth
-
-
-def _text(x: float, y: float, content: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
-
-
-def _svg(width: float, height: float, shapes: Sequence[str], title: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img" aria-label="{escape(title)}">{"".join(shapes)}</svg>'
-    )

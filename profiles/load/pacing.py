@@ -19,7 +19,7 @@ class OpenLoop:
 
     def __str__(self) -> str:
         kind = "Poisson" if self.burstiness == 1 else f"gamma, burstiness {self.burstiness:g}"
-        return f"open loop, {self.rate_per_s:g} requests/s ({kind})"
+        return f"open loop, {self.rate_per_s:.4g} requests/s ({kind})"
 
     def arrivals(self, lengths: Sequence[Arrival]) -> list[Arrival]:
         return random_arrivals(lengths, rate_per_s=self.rate_per_s, burstiness=self.burstiness, seed=self.seed)

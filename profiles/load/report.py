@@ -178,9 +178,13 @@ def _lag_note(one: Measurement) -> str | None:
     )
 
 
+def _mfu_note(one: Measurement) -> str | None:
+    return "MFU is left out: it needs the model's FLOPs a token and the device's peak, which a server does not tell."
+
+
 def _error_note(one: Measurement) -> str | None:
     errors = one.summary.num_requests - one.summary.num_answered
     return f"{errors} of {one.summary.num_requests} requests were not answered." if errors else None
 
 
-_RULES = (_saturation_note, _error_note, _steady_note, _length_note, _lag_note, _itl_note, _tail_note)
+_RULES = (_saturation_note, _error_note, _steady_note, _length_note, _lag_note, _itl_note, _tail_note, _mfu_note)

@@ -1,6 +1,6 @@
 """Whether a server kept up with what was sent to it."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -42,7 +42,7 @@ class Saturation:
         third = len(measured) // 3
         return cls(
             window_s=end_s - begin_s,
-            num_sent=bisect_right(due_s, end_s) - bisect_right(due_s, begin_s),
+            num_sent=bisect_right(due_s, end_s) - bisect_left(due_s, begin_s),
             num_finished=bisect_right(ends_s, end_s) - bisect_right(ends_s, begin_s),
             in_flight_begin=in_flight(begin_s),
             in_flight_end=in_flight(end_s),

@@ -2,9 +2,12 @@
 
 import csv
 import json
+import re
 import threading
 import time
+from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -97,9 +100,9 @@ def bench(*args: str, code: int = 0):
 
 
 def test_all_figures_of_a_stub(stub, tmp_path):
-    table = tmp_path / "rows.csv"
+    table, page = tmp_path / "rows.csv", tmp_path / "page.html"
     options = ("--rate", "50", "--requests", "20", "--prompt-tokens", "30", "--output-tokens", "5")
-    done = bench(stub() + "/v1", *options, "--price-per-hour", "2", "--csv", table, "--json")
+    done = bench(stub() + "/v1", *options, "--price-per-hour", "2", "--csv", table, "--html", page, "--json")
     found = json.loads(done.stdout)
     assert (found["num_requests"], found["num_answered"], found["num_warmup"]) == (20, 20, 2)
     latency = found["latency_s"]
@@ -112,6 +115,7 @@ def test_all_figures_of_a_stub(stub, tmp_path):
     assert found["lengths"]["output_tokens"] == 5
     assert found["dollars_per_million_tokens"]["output"] == pytest.approx(2 / 3600 / found["output_tokens_per_s"] * 1e6)
     assert found["mfu"] is None
+    check_page(page.read_text(), num_plots=4)
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 22
     assert sum(row["warmup"] == "1" for row in rows) == 2
@@ -132,13 +136,25 @@ def test_the_exit_code_is_the_verdict(stub, slo, code):
     bench(stub(), "--rate", "inf", "--requests", "4", "--output-tokens", "2", "--slo", slo, code=code)
 
 
-def test_a_sweep_shows_every_rate(stub):
+def check_page(page: str, num_plots: int) -> None:
+    """Well-formed, with its plots, and nothing in it that is loaded from elsewhere."""
+    HTMLParser(convert_charrefs=True).feed(page)
+    drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawn) == num_plots
+    for one in drawn:
+        assert ElementTree.fromstring(one) is not None
+        assert "nan" not in one
+    assert not re.search(r"""(src|href)=|url\(|@import|http(?!://www\.w3\.org/2000/svg|://127)""", page)
+
+
+def test_a_sweep_shows_every_rate(stub, tmp_path):
     options = ("--slo", "ttft=10s@p50", "--rate", "20", "--max-rate", "40", "--requests", "20", "--output-tokens", "2")
     found = json.loads(bench(stub(), "--sweep", *options, "--json").stdout)
     assert found["best_rate"] == 40
     assert [point["requests_per_s_offered"] for point in found["points"]] == [20, 40]
-    shown = bench(stub(), "--sweep", *options).stdout
-    assert "Highest rate that keeps it: 40 requests/s" in shown
+    shown = bench(stub(), "--sweep", *options, "--html", tmp_path / "page.html").stdout
+    check_page((tmp_path / "page.html").read_text(), num_plots=6)
+    assert "Highest rate that keeps ttft=10s@p50: 40 requests/s" in shown
 
 
 def test_errors_are_shown_apart_with_what_the_server_said(stub):
