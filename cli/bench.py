@@ -13,6 +13,7 @@ from llmq.cli.served_target import is_url, model_name, server_of
 from llmq.profiles.errors import FailedError, InputError
 
 if TYPE_CHECKING:
+    from llmq.cli.bench_output import Result
     from llmq.cli.bench_plan import BenchPlan
     from llmq.profiles.load.client import LoadClient
     from llmq.profiles.load.measurement import Measurement
@@ -89,12 +90,11 @@ def bench(
 
     Latency counts from when a request was due, tokens are those of the server's usage, the warm-up is not counted.
 
-    Exit code with --slo: 0 it is kept (or a sweep found a rate), 1 it is not, 3 all is well in too few requests to say
-    (100 for p99).
+    Exit code with --slo: 0 it is kept (of a sweep: at the rate found), 1 it is not, 3 all is well in too few requests
+    to say (100 for p99).
     """
     from llmq.cli import bench_output
     from llmq.cli.bench_plan import BenchPlan
-    from llmq.profiles.slo import Verdict
 
     _check_target_options(target, model, {"--threads": threads, "--serve-options": serve_options})
     if endpoint is not None and endpoint not in _ENDPOINTS:
@@ -130,9 +130,15 @@ def bench(
     bench_output.write_csv(result, csv_output)
     bench_output.write_page(result, html)
     bench_output.show(result, as_json=as_json)
-    if plan.sweep:
-        raise typer.Exit(0 if best_rate is not None else 1)
-    raise typer.Exit({None: 0, Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.NOT_ENOUGH: 3}[measurements[0].verdict])
+    raise typer.Exit(_exit_code(result))
+
+
+def _exit_code(result: "Result") -> int:
+    from llmq.profiles.slo import Verdict
+
+    if result.sweeps and result.best_rate is None:
+        return 1
+    return {None: 0, Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.NOT_ENOUGH: 3}[result.shown.verdict]
 
 
 async def _run(client: "LoadClient", target: "Target", plan: "BenchPlan") -> tuple[list["Measurement"], float | None]:

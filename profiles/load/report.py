@@ -1,5 +1,6 @@
 """What a bench says of a measurement: one dictionary for --json and the page, rows for --csv, remarks for people."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +29,7 @@ def as_dict(one: Measurement, price_per_hour: float | None = None) -> dict[str, 
     summary, pacing = one.summary, one.workload.pacing
     return {
         "load": str(pacing),
-        "requests_per_s_offered": getattr(pacing, "rate_per_s", None),
+        "requests_per_s_offered": _finite(getattr(pacing, "rate_per_s", None)),
         "num_warmup": one.workload.num_warmup,
         "num_requests": summary.num_requests,
         "num_answered": summary.num_answered,
@@ -52,6 +53,11 @@ def as_dict(one: Measurement, price_per_hour: float | None = None) -> dict[str, 
         "saturation": None if one.saturation is None else {**asdict(one.saturation), "is_over": one.is_saturated},
         "mfu": None,  # needs the model's FLOPs and the device's peak
     }
+
+
+def _finite(rate: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if rate is None or math.isinf(rate) else rate
 
 
 def _distribution(found: Distribution | None) -> dict[str, Any] | None:

@@ -136,6 +136,14 @@ def test_the_exit_code_is_the_verdict(stub, slo, code):
     bench(stub(), "--rate", "inf", "--requests", "4", "--output-tokens", "2", "--slo", slo, code=code)
 
 
+def test_a_sweep_s_exit_code_is_its_best_point_s_verdict(stub):
+    url = stub()
+    options = ("--rate", "40", "--max-rate", "40", "--requests", "5", "--output-tokens", "1", "--json")
+    assert json.loads(bench(url, "--sweep", "--slo", "ttft=10s@p99", *options, code=3).stdout)["best_rate"] == 40
+    done = bench(url, "--rate", "inf", "--requests", "5", "--output-tokens", "1", "--json")
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["requests_per_s_offered"] is None
+
+
 def check_page(page: str, num_plots: int) -> None:
     """Well-formed, with its plots, and nothing in it that is loaded from elsewhere."""
     HTMLParser(convert_charrefs=True).feed(page)
