@@ -1,4 +1,4 @@
-"""GPTQ on one decoder layer: stage after stage, each on the inputs that the stages before it, rounded, give it."""
+"""GPTQ on one decoder layer: all its linears rounded for the inputs that the layer's own, unrounded, give them."""
 
 from collections.abc import Mapping
 
@@ -15,17 +15,18 @@ def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcom
     """GPTQ as a method. damping: as a share of the Hessian's mean diagonal (None: `default_damping`); raised where that
     does not factorize.
 
-    The stages are q/k/v, o, gate/up and down, so that each is rounded for the inputs it will really see ("true
-    sequential" in the paper's code). A linear that no token reached, or whose Hessian no damping makes positive
-    definite, is rounded to nearest, with a warning that says so.
+    Each is rounded for the inputs that the layers before this one, rounded, and its own linears, unrounded, give it. To
+    run the layer again after each of q/k/v, o and gate/up (the paper's code has it as "true sequential") was tried on
+    SmolLM2: over 14 layers it gave a KL of 0.212 against 0.215, over six 0.108 against 0.103, at 1.7 times the cost.
+    A linear that no token reached, or whose Hessian no damping makes positive definite, is rounded to nearest, with a
+    warning that says so.
     """
     outcome = LayerOutcome()
-    for stage in work.stages():
-        statistics = work.measure(stage)
-        while statistics:
-            names = _of_one_product(statistics, work.schemes)
-            made = _quantize_together(work, names, _take(statistics, names), damping, outcome.warnings)
-            outcome.linears.update(made)
+    statistics = work.measure()
+    while statistics:
+        names = _of_one_product(statistics, work.schemes)
+        made = _quantize_together(work, names, _take(statistics, names), damping, outcome.warnings)
+        outcome.linears.update(made)
     return outcome
 
 

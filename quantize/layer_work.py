@@ -145,32 +145,6 @@ class LayerWork:
                     self.run(sample)
         return recorder.seen
 
-    def stages(self) -> tuple[tuple[str, ...], ...]:
-        """The linears that are quantized, in the order in which a forward of the first sample calls them.
-
-        Those that read one input make a stage, and so do those of all experts that have the same last word in their
-        names (gate and up; down): none needs the output of another of its stage.
-        """
-        recorder = _InputRecorder({name: self.linear(name) for name in self.schemes}, InputSample)
-        with recorder:
-            recorder.begin()
-            with suppress(_AllSeen):
-                self.run(self.samples[0])
-        stages: list[list[str]] = []
-        for name in dict.fromkeys((*recorder.owners, *self.schemes)):
-            owner = recorder.owners.get(name, name)
-            words = _last_word(name)
-            stage = next((s for s in stages if owner in s or any(_last_word(other) == words for other in s)), None)
-            if stage is None:
-                stages.append([name])
-            else:
-                stage.append(name)
-        return tuple(map(tuple, stages))
-
-
-def _last_word(name: str) -> str:
-    return name.rpartition(".")[2]
-
 
 class _AllSeen(Exception):  # noqa: N818 - no error: ends a forward of which nothing more is wanted
     pass

@@ -57,17 +57,14 @@ def test_what_a_layer_adds_is_nearer_to_the_original_than_after_rounding(tiny_ll
         assert ours < 0.7 * error()
 
 
-def test_each_stage_is_rounded_for_what_the_stage_before_it_puts_out(tiny_llama):
-    bench = LayerBench(tiny_llama())
+def test_the_layer_is_run_once_for_all_of_its_linears(tiny_llama):
+    bench, passes = LayerBench(tiny_llama()), []
     with bench.stream.layer(bench.index) as layer:
-        inputs = {}
-        work = bench.work(layer)
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: inputs.setdefault("all", []).append(args[0]))
-        outcome = quantize_layer(work)
-        seen = torch.cat([x.flatten(0, 1) for x in inputs["all"][-3:]])  # the passes of its own stage
-        rerun = work.measure(["mlp.down_proj"])["mlp.down_proj"]
-        assert torch.allclose(rerun.gram, seen.T @ seen / len(seen), rtol=1e-4, atol=1e-5)
-        assert outcome.linears["mlp.down_proj"].num_tokens == len(seen)
+        expected = bench.work(layer).measure(["mlp.down_proj"])["mlp.down_proj"]
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: passes.append(1))
+        outcome = quantize_layer(bench.work(layer))
+        assert len(passes) == len(bench.samples)
+        assert outcome.linears["mlp.down_proj"].num_tokens == expected.num_tokens
 
 
 def test_dead_inputs_are_counted_and_the_rest_is_as_if_their_weights_had_been_zero(tiny_llama):

@@ -87,30 +87,6 @@ def test_statistics_of_no_token_are_zero():
     assert statistics.num_dead == 3
 
 
-@torch.no_grad()
-def test_stages_follow_the_computation_and_put_siblings_together(work):
-    assert work.stages() == (("a", "b"), ("c",), ("rare",), ("never",))
-    del work.samples[1]
-    assert work.stages() == (("a", "b"), ("c",), ("rare",), ("never",))
-
-
-@torch.no_grad()
-def test_a_stage_holds_the_like_linears_of_all_experts():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for index in range(3):
-                self.add_module(str(index), nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)}))
-
-        def forward(self, x):
-            return sum(expert["down"](expert["up"](x + 0)) for expert in list(self.children())[:2])
-
-    layer = Experts()
-    schemes = {f"{i}.{name}": WeightScheme("int", 4, "channel") for i in range(3) for name in ("up", "down")}
-    work = LayerWork(layer, schemes, (), [torch.randn(1, 5, 4)], layer, torch.bfloat16, 1)
-    assert work.stages() == (("0.up", "1.up", "2.up"), ("0.down", "1.down", "2.down"))
-
-
 def test_the_second_moment_of_a_wide_input_is_whole_and_symmetric():
     statistics, x = InputStatistics(1300), torch.randn(2, 50, 1300)
     for sample in x:
