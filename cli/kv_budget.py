@@ -1,6 +1,8 @@
 """`llmq kv-budget`: how many tokens and sequences fit, from config.json alone."""
 
 import difflib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +13,8 @@ from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from llmq.profiles.architecture import ModelArchitecture
-    from llmq.profiles.budget import Memory
+    from llmq.profiles.budget import Budget, Memory
+    from llmq.profiles.users import Users
 
 app = typer.Typer(add_completion=False)
 
@@ -31,6 +34,12 @@ def kv_budget(
     kv_scales: Annotated[str, typer.Option(help="Scales of a quantized KV-cache: auto, static, dynamic.")] = "auto",
     weights: Annotated[str | None, typer.Option(help="bf16, fp8, int8, w4, w4g64, or bytes: 40GiB.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    lengths: Annotated[
+        str | None, typer.Option(help="A trace (.csv, .jsonl): how many users with its lengths fit.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="A devices.toml of your own; its rows come first.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic, too.")] = False,
+    plot: Annotated[str | None, typer.Option(help="Draw memory against context into this .html file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How many tokens and sequences fit in a memory, from config.json alone: no weights, no GPU, no torch.
@@ -39,16 +48,20 @@ def kv_budget(
     Blocks are those that `llmq serve` allocates.
     """
     from llmq.cli.kv_budget_text import as_json as json_of
-    from llmq.cli.kv_budget_text import print_budget
+    from llmq.cli.kv_budget_text import explain_budget, print_budget
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget
     from llmq.profiles.checkpoint import find_model, has_weights, read_checkpoint, read_config, read_quantization
     from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
-    from llmq.profiles.weight_size import WeightSize, weight_size
+    from llmq.profiles.step_memory import step_memory
+    from llmq.profiles.weight_size import weight_size
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes, parse_dtype
     from llmq.runtime.memory import most_blocks
 
+    plot_path = _plot_path(plot)
+    if lengths and not (gpu or memory or kv_cache_memory):
+        raise InputError("--lengths asks how many fit: give a memory with it, as --gpu h100 or --memory 80GiB")
     with console.progress() as progress:
         path = find_model(model, config_only=True, keep_blocks=True, progress=progress)
     config = read_config(path)
@@ -70,7 +83,7 @@ def kv_budget(
     if weights is None and has_weights(path):
         held_bytes = read_checkpoint(path).held_bytes(dtypes.float_bytes)
         if held_bytes != sizes.num_bytes:
-            sizes = WeightSize(held_bytes, f"as stored, held in {dtypes.dtype}")
+            sizes = replace(sizes, num_bytes=held_bytes, how=f"as stored, held in {dtypes.dtype}", parts=())
     rank_weights = -(-sizes.num_bytes // tp)
     budget = Budget(
         architecture=architecture,
@@ -79,13 +92,28 @@ def kv_budget(
         num_tokens=parse_tokens(ctx) if ctx else architecture.max_position_embeddings,
         weights=sizes,
         step_tokens=engine.max_num_batched_tokens,
-        memory=_memory(gpu, memory, kv_cache_memory, gpu_memory_utilization, rank_weights),
+        memory=_memory(gpu, memory, kv_cache_memory, gpu_memory_utilization, rank_weights, devices),
         most_blocks=most_blocks(layout, engine, architecture.max_position_embeddings) if gpu == "auto" else None,
+        step=step_memory(
+            architecture,
+            config,
+            step_tokens=engine.max_num_batched_tokens,
+            num_sequences=engine.max_num_seqs,
+            float_bytes=dtypes.float_bytes,
+            ranks=tp,
+        ),
     )
+    users = _users(budget, lengths)
     if as_json:
-        console.print_json(json_of(model, budget))
+        console.print_json(json_of(model, budget, users))
     else:
-        print_budget(model, budget, ctx)
+        print_budget(model, budget, users, ctx)
+        if explain:
+            explain_budget(budget)
+    if plot_path:
+        from llmq.profiles.budget_plot import budget_page
+
+        _write(plot_path, budget_page(model, budget))
 
 
 def _known(architecture: "ModelArchitecture") -> "ModelArchitecture":
@@ -101,6 +129,37 @@ def _known(architecture: "ModelArchitecture") -> "ModelArchitecture":
     )
 
 
+def _users(budget: "Budget", lengths: str | None) -> "Users | None":
+    if lengths is None:
+        return None
+    from llmq.profiles.users import users_of
+
+    return users_of(budget, Path(lengths))
+
+
+def _plot_path(plot: str | None) -> Path | None:
+    """Raises InputError for what is not drawn, before anything is computed."""
+    if plot is None:
+        return None
+    path = Path(plot)
+    if path.suffix != ".html":
+        raise InputError(
+            f"--plot {plot}: a page with the plot as SVG is written, as out.html; a picture in pixels "
+            f"({path.suffix or 'no suffix'}) would need a drawing library, which llmq does not bring"
+        )
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--plot {plot}: there is no folder {path.absolute().parent}")
+    return path
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--plot {path}: {error.strerror}") from None
+    console.status(f"wrote {path}")
+
+
 def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:
     if value not in choices:
         raise InputError(f"{flag} {value}: one of {', '.join(choices)}")
@@ -108,7 +167,12 @@ def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:
 
 
 def _memory(
-    gpu: str | None, memory: str | None, kv_cache_memory: str | None, share: float | None, weight_bytes: int
+    gpu: str | None,
+    memory: str | None,
+    kv_cache_memory: str | None,
+    share: float | None,
+    weight_bytes: int,
+    devices: str | None,
 ) -> "Memory | None":
     """The one memory that was named, or None. `weight_bytes`: of a rank."""
     from llmq.profiles import budget
@@ -123,12 +187,14 @@ def _memory(
         raise InputError("--gpu-memory-utilization is about a GPU: give --gpu with it")
     if share is not None and not 0 < share <= 1:
         raise InputError(f"--gpu-memory-utilization {share}: a share above 0 and up to 1")
+    if devices and gpu in (None, "auto"):
+        raise InputError("--devices names GPUs: give the name of one with it, as --gpu h100")
     if kv_cache_memory:
         return budget.kv_cache_memory(parse_bytes(kv_cache_memory))
     if memory:
         return budget.whole_memory("memory", parse_bytes(memory), weight_bytes)
     if gpu and gpu != "auto":
-        device = find_device(gpu)
+        device = find_device(gpu, Path(devices) if devices else None)
         return budget.gpu_memory(device.name, device.memory_bytes, share or GPU_SHARE, weight_bytes)
     return _this_machine(share, weight_bytes) if gpu else None
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmq.cli import console
 from llmq.profiles.architecture import ModelArchitecture
@@ -10,16 +10,20 @@ from llmq.profiles.budget import Budget
 from llmq.profiles.kv_spec import KVCacheLayout, KVDtype
 from llmq.profiles.units import format_bytes, format_bytes_both, format_bytes_exact
 
+if TYPE_CHECKING:  # it brings numpy
+    from llmq.profiles.users import Users
 
-def print_budget(model: str, budget: Budget, ctx: str | None) -> None:
+
+def print_budget(model: str, budget: Budget, users: "Users | None", ctx: str | None) -> None:
     """The table and its remarks, to stdout. `ctx`: the length as the user wrote it."""
     console.heading(f"{model}: {_describe(budget.architecture)}; KV-cache in {_dtype(budget).name}")
     columns = ["", ">"] if budget.ranks == 1 else ["", ">one rank", f">all {budget.ranks} ranks"]
     rows = [*_kv_rows(budget), []]
     if budget.memory:
         rows += _memory_rows(budget)
+        rows += _user_rows(budget, users)
     console.print_table(None, columns, rows)
-    console.print_notes(_notes(budget, ctx))
+    console.print_notes([*_notes(budget, users, ctx), *_user_notes(users)])
 
 
 def _dtype(budget: Budget) -> KVDtype:
@@ -100,20 +104,49 @@ def _memory_rows(budget: Budget) -> list[list[str]]:
     memory, layout, ranks = budget.memory, budget.layout, budget.ranks
     rows = [_row(memory.name, memory.num_bytes, ranks, format_bytes_both)]
     if memory.holds_weights:
-        usable = memory.kv_cache_bytes + budget.rank_weight_bytes
-        if usable != memory.num_bytes:
-            rows.append(_row("  of it for weights and KV", usable, ranks, format_bytes_both))
+        rows.append(_row("  weights", budget.rank_weight_bytes, ranks, format_bytes_both))
         rows.append(_row("  left for KV", memory.kv_cache_bytes, ranks, format_bytes_both))
+        rows.append(_row("  margin, for what a step computes", budget.margin_bytes, ranks, format_bytes_both))
+    step = budget.step
+    name = f"activations of {step.step_tokens:,} tokens, about"
+    rows.append(_row(f"    {name}", step.activation_bytes, ranks, format_bytes))
+    rows.append(_row(f"    logits of {step.num_sequences:,} sequences", step.logits_bytes, ranks, format_bytes))
+    rows.append([])
     # A block, a token and a sequence are on every rank at once, each rank with its own heads: counted once.
-    blank = [""] * (ranks > 1)
     tokens = " / ".join(f"{group.block_tokens}" for group in layout.groups)
-    rows.append([f"blocks of {tokens} tokens ({format_bytes(layout.block_bytes)})", *blank, f"{budget.num_blocks:,}"])
-    rows.append(["tokens that fit, in one sequence", *blank, f"{budget.longest_sequence:,}"])
-    rows.append([f"sequences of {budget.num_tokens:,} tokens", *blank, f"{budget.num_sequences:,}"])
+    what = f"blocks of {tokens} tokens ({format_bytes(layout.block_bytes)})"
+    rows.append(_once(budget, what, f"{budget.num_blocks:,}"))
+    rows.append(_once(budget, "tokens that fit, in one sequence", f"{budget.longest_sequence:,}"))
     return rows
 
 
-def _notes(budget: Budget, ctx: str | None) -> list[str]:
+def _once(budget: Budget, what: str, value: str) -> list[str]:
+    """A row of what is counted once, however many ranks there are."""
+    return [what, *[""] * (budget.ranks > 1), value]
+
+
+def _user_rows(budget: Budget, users: "Users | None") -> list[list[str]]:
+    rows = [_once(budget, f"users at once, {budget.num_tokens:,} tokens each", f"{budget.num_sequences:,}")]
+    if users:
+        rows.append(_once(budget, f"users at once, lengths of {users.trace}", f"{users.at_once:,}"))
+        rows.append(_once(budget, "  blocks they hold, median", f"{users.median_blocks:,}"))
+        rows.append(_once(budget, "  blocks they hold, 99th percentile", f"{users.p99_blocks:,}"))
+    return rows
+
+
+def _user_notes(users: "Users | None") -> list[str]:
+    if users is None:
+        return []
+    held = users.held
+    left_out = f"; {held.num_too_long:,} longer than that are left out" if held.num_too_long else ""
+    return [
+        f"With the lengths of {users.trace} ({held.num_requests:,} requests{left_out}) one user holds "
+        f"{held.mean:,.1f} blocks on average, and {users.at_once:,} find enough at {users.chance:.0%} of all moments: "
+        "each asks again as soon as he is answered, and steps take equally long."
+    ]
+
+
+def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
     layout, arch, dtype, notes = budget.layout, budget.architecture, _dtype(budget), []
     if ctx and ctx.strip().lower().endswith(("k", "m")):
         decimal = int(float(ctx.strip()[:-1]) * (1000 if ctx.strip().lower().endswith("k") else 1_000_000))
@@ -141,14 +174,83 @@ def _notes(budget: Budget, ctx: str | None) -> list[str]:
         notes.append(
             f"The weights alone are {lacking} too large for it: more ranks (--tp) or fewer bits (--weights w4)."
         )
+    elif budget.margin_bytes is not None and budget.step.num_bytes > budget.margin_bytes:
+        notes.append(
+            f"A step computes with about {format_bytes(budget.step.num_bytes)}, more than the margin holds: "
+            "less for weights and KV (--gpu-memory-utilization)."
+        )
+    if budget.memory is None or budget.memory.kv_cache_bytes < 0:
+        pass
     elif budget.num_blocks == budget.most_blocks:
         notes.append(
             f"serve takes no more blocks: they hold all requests that it runs at once (--max-num-seqs) at the model's "
             f"{arch.max_position_embeddings:,} tokens."
         )
+    elif max(budget.num_sequences, users.at_once if users else 0) > budget.step.num_sequences:
+        notes.append(f"serve runs {budget.step.num_sequences} at once unless told otherwise (--max-num-seqs).")
     elif not budget.num_sequences:
         notes.append(_does_not_fit(budget))
     return notes
+
+
+def explain_budget(budget: Budget) -> None:
+    """The arithmetic of one rank, a line a number, to stdout."""
+    console.heading("How it is computed, on one rank" if budget.ranks > 1 else "How it is computed")
+    console.print_notes([*_explain_kv(budget), *_explain_weights(budget), *_explain_memory(budget)])
+
+
+def _explain_kv(budget: Budget) -> list[str]:
+    layout, arch, tokens = budget.layout, budget.architecture, budget.num_tokens
+    lines = []
+    for group in layout.groups:
+        spec, layers = group.spec, len(group.layers)
+        heads = f"{spec.num_kv_heads} KV head{'s' * (spec.num_kv_heads > 1)}"
+        if budget.ranks > 1:
+            heads += f" (of {arch.attention[group.layers[0]].num_kv_heads}, {budget.ranks} ranks)"
+        width = f"({spec.head_dim_k} K + {spec.head_dim_v} V)" if spec.head_dim_v else f"{spec.head_dim_k} of a latent"
+        lines.append(
+            f"{arch.attention[group.layers[0]].kind}: {layers} layers × {heads} × {width} × {spec.dtype.bits} bit = "
+            f"{group.payload_bytes_per_token:,} B a token"
+            + (f", scales {group.scale_bytes_per_token:,} B" if group.scale_bytes_per_token else "")
+            + (f", indexers {group.index_bytes_per_token:,} B" if group.index_bytes_per_token else "")
+        )
+        kept = min(tokens, spec.window) if spec.window else tokens
+        what = f"min({tokens:,}, {spec.window:,})" if spec.window else f"{tokens:,}"
+        lines.append(f"  {what} tokens × {group.bytes_per_token:,} B = {format_bytes(kept * group.bytes_per_token)}")
+        blocks = group.blocks_for(tokens, budget.step_tokens)
+        lines.append(
+            f"  in blocks of {group.block_tokens} tokens: {blocks:,} × {layout.block_bytes:,} B = "
+            f"{format_bytes(blocks * layout.block_bytes)}"
+        )
+    if layout.state_bytes:
+        lines.append(f"state, whatever the length: {_states(arch)} = {format_bytes(layout.state_bytes)}")
+    return lines
+
+
+def _explain_weights(budget: Budget) -> list[str]:
+    parts = [f"weights, {what}: {num_bytes:,} B" for what, num_bytes in budget.weights.parts]
+    split = f" / {budget.ranks} ranks = {format_bytes(budget.rank_weight_bytes)}" if budget.ranks > 1 else ""
+    return [*parts, f"weights: {budget.weights.num_bytes:,} B{split}"]
+
+
+def _explain_memory(budget: Budget) -> list[str]:
+    memory, layout = budget.memory, budget.layout
+    if memory is None:
+        return []
+    lines = []
+    if memory.holds_weights:
+        lines.append(
+            f"KV: {format_bytes(memory.num_bytes)} of {memory.name} - {format_bytes(budget.rank_weight_bytes)} weights "
+            f"- {format_bytes(budget.margin_bytes)} margin = {format_bytes(memory.kv_cache_bytes)}"
+        )
+    blocks, state = layout.blocks_for(budget.num_tokens, budget.step_tokens), layout.state_bytes
+    states = f" - {format_bytes(state)} a state for each user" if state else ""
+    lines.append(
+        f"blocks: {memory.kv_cache_bytes:,} B{states} / {layout.block_bytes:,} B = {budget.num_blocks:,}"
+        + (" (all that serve takes)" if budget.num_blocks == budget.most_blocks else "")
+    )
+    lines.append(f"users: {budget.num_blocks:,} blocks / {blocks:,} a sequence = {budget.num_sequences:,}")
+    return lines
 
 
 _FEWER_BITS = {32: "bf16", 16: "fp8", 8: "int4"}
@@ -167,7 +269,7 @@ def _does_not_fit(budget: Budget) -> str:
     return f"Not one sequence fits: {', or '.join(words)}."
 
 
-def as_json(model: str, budget: Budget) -> dict[str, Any]:
+def as_json(model: str, budget: Budget, users: "Users | None") -> dict[str, Any]:
     layout, arch, memory = budget.layout, budget.architecture, budget.memory
     spec = layout.groups[0].spec
     result = {
@@ -220,5 +322,19 @@ def as_json(model: str, budget: Budget) -> dict[str, Any]:
             "num_blocks": budget.num_blocks,
             "longest_sequence": budget.longest_sequence,
             "num_sequences": budget.num_sequences,
+            "margin_bytes": budget.margin_bytes,
+            "activation_bytes": budget.step.activation_bytes,
+            "logits_bytes": budget.step.logits_bytes,
+        }
+    if users:
+        result["users"] = {
+            "trace": users.trace,
+            "num_requests": users.held.num_requests,
+            "num_too_long": users.held.num_too_long,
+            "blocks_of_one": users.held.mean,
+            "at_once": users.at_once,
+            "blocks_p50": users.median_blocks,
+            "blocks_p99": users.p99_blocks,
+            "num_blocks": users.num_blocks,
         }
     return result

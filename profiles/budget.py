@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.step_memory import StepMemory
 from llmq.profiles.weight_size import WeightSize
 
 
@@ -53,11 +54,19 @@ class Budget:
     step_tokens: int
     memory: Memory | None = None
     most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
+    step: StepMemory | None = None  # what a step computes with, beside weights and blocks
 
     @property
     def rank_weight_bytes(self) -> int:
         """Evenly split: what ranks hold twice (norms, a KV head that several share) is below a thousandth."""
         return -(-self.weights.num_bytes // self.ranks)
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What the memory keeps for neither weights nor blocks; None where it is for blocks alone."""
+        if self.memory is None or not self.memory.holds_weights:
+            return None
+        return self.memory.num_bytes - self.memory.kv_cache_bytes - self.rank_weight_bytes
 
     @property
     def sequence_bytes(self) -> int:

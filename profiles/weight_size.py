@@ -31,6 +31,7 @@ class LinearShape:
 class WeightSize:
     num_bytes: int
     how: str  # where the number is from, for the user
+    parts: tuple[tuple[str, int], ...] = ()  # what it is the sum of: (what, bytes)
 
 
 def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
@@ -45,11 +46,18 @@ def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
             storage = parse_storage(wanted, config)
         except ValueError:
             return WeightSize(_given_bytes(wanted), "as given")
-        return WeightSize(storage_bytes(config, storage), f"{storage.name}, by config.json")
+        return _by_config(config, storage)
     if path.is_dir() and (any(path.glob("*.safetensors")) or (path / REMOTE_HEADERS).is_file()):
-        return WeightSize(read_checkpoint(path).total_bytes, "as stored")
-    storage = _declared_storage(path, config)
-    return WeightSize(storage_bytes(config, storage), f"{storage.name}, by config.json")
+        tensors = read_checkpoint(path).tensors.values()
+        dtypes = sorted({tensor.dtype for tensor in tensors})
+        parts = [(f"tensors in {one}", sum(t.num_bytes for t in tensors if t.dtype == one)) for one in dtypes]
+        return WeightSize(sum(num_bytes for _, num_bytes in parts), "as stored", tuple(parts))
+    return _by_config(config, _declared_storage(path, config))
+
+
+def _by_config(config: dict[str, Any], storage: WeightStorage) -> WeightSize:
+    parts = storage_parts(config, storage)
+    return WeightSize(sum(num_bytes for _, num_bytes in parts), f"{storage.name}, by config.json", parts)
 
 
 def _given_bytes(text: str) -> int:
@@ -57,13 +65,14 @@ def _given_bytes(text: str) -> int:
         return parse_bytes(text)
     except InputError:
         raise InputError(
-            f"--weights {text}: give a scheme (bf16, fp16, fp32, fp8, int8, w4, w4g64, w3g64) or a size (40GiB, 40GB)"
+            f"--weights {text}: give a scheme (bf16, fp16, fp32, fp8, int8, w4, w4g64, w3g64, w4g128-asym) or a size "
+            "(40GiB, 40GB)"
         ) from None
 
 
 def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
     """The scheme called bf16, fp16, fp32, fp8, int8, w4g64 (w2, w3, w4 or w8), or w4: the largest of groups 128, 64, 32
-    that divides.
+    that divides. With -asym a packed zero point beside each scale: of 4 bits in groups of 128 4.156 bits, else 4.125.
 
     Raises ValueError when `text` is no scheme, InputError when its group size does not divide this model.
     """
@@ -74,7 +83,7 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
         return WeightStorage(text, 32, other_bytes=4)
     if text in ("fp8", "int8"):
         return WeightStorage(text, 8)
-    match = re.fullmatch(r"w([2348])(?:g(\d+))?", text)
+    match = re.fullmatch(r"w([2348])(?:g(\d+))?(-asym)?", text)
     if not match:
         raise ValueError(text)
     widths = sorted({linear.in_features for linear in linear_shapes(config)})
@@ -82,7 +91,10 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
     dividing = [size for size in sizes if size and all(width % size == 0 for width in widths)]
     if not dividing:
         raise InputError(f"--weights {text}: no group of {sizes} divides all input widths {widths}")
-    return WeightStorage(f"w{bits}g{dividing[0]}", bits, dividing[0], linear_bytes=WEIGHT_SHAPE_BYTES)
+    asym = match.group(3) or ""
+    zero_bits = bits if asym else 0
+    name = f"w{bits}g{dividing[0]}{asym}"
+    return WeightStorage(name, bits, dividing[0], zero_bits=zero_bits, linear_bytes=WEIGHT_SHAPE_BYTES)
 
 
 def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
@@ -152,16 +164,27 @@ def parameter_count(config: dict[str, Any]) -> int:
 
 
 def storage_bytes(config: dict[str, Any], storage: WeightStorage) -> int:
-    """Bytes of all tensors in the compressed-tensors layout (symmetric), as llmq and llm-compressor write it."""
+    """Bytes of all tensors in the compressed-tensors layout, as llmq and llm-compressor write it."""
+    return sum(num_bytes for _, num_bytes in storage_parts(config, storage))
+
+
+def storage_parts(config: dict[str, Any], storage: WeightStorage) -> tuple[tuple[str, int], ...]:
+    """(what, bytes) of each kind of linear and of what stays unquantized."""
     if "text_config" in config:
         raise InputError(
             "this config.json describes more than a text decoder, whose weights it does not give; "
             "say how many bytes they take: --weights 40GiB"
         )
-    total = other_parameters(config) * storage.other_bytes
-    for linear in linear_shapes(config):
-        total += linear.count * _linear_bytes(linear, storage)
-    return total
+    parts = [
+        (
+            f"{linear.name}: {linear.count:,} of [{linear.out_features:,}, {linear.in_features:,}]",
+            linear.count * _linear_bytes(linear, storage),
+        )
+        for linear in linear_shapes(config)
+    ]
+    others = other_parameters(config)
+    what = f"embedding, head, norms, biases: {others:,} of {8 * storage.other_bytes} bit"
+    return (*parts, (what, others * storage.other_bytes))
 
 
 def _linear_bytes(linear: LinearShape, storage: WeightStorage) -> int:

@@ -351,3 +351,91 @@ def test_the_256k_problem(folder):
     assert dynamic["payload_bytes_per_token"] == static["payload_bytes_per_token"]
     assert dynamic["scale_bytes_per_token"] == 2 * 2 * 80
     assert dynamic["sequence_bytes"] == 5 * GiB + 2 * 2 * 80 * 262_144
+
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:17:{second:02d}.0000000,{500 + 100 * (second % 5)},{20 * second}\n" for second in range(1, 60)
+)
+
+
+def test_users_by_the_lengths_of_a_trace(folder, tmp_path):
+    """Far more than in the worst case, with the blocks that they hold."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    args = ("--kv-cache-memory", "4GiB", "--lengths", str(trace))
+    result = budget(folder(SMOLLM2), *args)
+    users, memory = result["users"], result["memory"]
+    assert users["num_requests"] == 59
+    assert users["at_once"] > 4 * memory["num_sequences"] > 0
+    assert users["blocks_p50"] < users["blocks_p99"] <= users["num_blocks"] == memory["num_blocks"]
+    assert users["blocks_p50"] == pytest.approx(users["at_once"] * users["blocks_of_one"], rel=0.02)
+    shown = text(folder(SMOLLM2), *args)
+    assert "users at once, lengths of trace.csv" in shown
+    assert "serve runs 64 at once unless told otherwise (--max-num-seqs)" in shown
+    # --ctx is the longest request that is let in.
+    assert budget(folder(SMOLLM2), *args, "--ctx", "1024")["users"]["num_too_long"] == sum(
+        500 + 100 * (second % 5) + 20 * second > 1024 for second in range(1, 60)
+    )
+
+
+def test_states_of_users_take_of_the_same_memory(folder, tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    args = ("--weights", "1GiB", "--kv-cache-memory", "10GiB", "--lengths", str(trace))
+    result = budget(folder(HYBRID), *args)
+    users, per_rank = result["users"], result["per_rank"]
+    held = users["at_once"] * per_rank["state_bytes"] + users["num_blocks"] * per_rank["block_bytes"]
+    assert 10 * GiB - per_rank["block_bytes"] < held <= 10 * GiB
+
+
+def test_one_table_says_where_the_memory_goes(folder):
+    result = budget(folder(LLAMA_70B), "--gpu", "h100", "--tp", "8")
+    memory = result["memory"]
+    assert result["per_rank"]["weight_bytes"] + memory["kv_cache_bytes"] + memory["margin_bytes"] == memory["bytes"]
+    assert memory["logits_bytes"] == 64 * 128_256 * 4
+    assert 0 < memory["activation_bytes"] < memory["margin_bytes"]
+    shown = text(folder(LLAMA_70B), "--gpu", "h100", "--tp", "8")
+    for row in ("margin, for what a step computes", "activations of 512 tokens, about", "logits of 64 sequences"):
+        assert row in shown
+    assert "GiB (85.0 GB)" in shown
+    assert "more than the margin holds" not in shown
+    assert "more than the margin holds" in text(folder(LLAMA_70B), "--memory", "200GiB")
+
+
+def test_explain_prints_the_arithmetic(folder):
+    shown = text(folder(LLAMA_70B), "--ctx", "256k", "--gpu", "h100", "--tp", "8", "--kv-dtype", "fp8", "--explain")
+    assert "80 layers × 1 KV head (of 8, 8 ranks) × (128 K + 128 V) × 8 bit = 20,480 B a token" in shown
+    assert "262,144 tokens × 20,480 B = 5.0 GiB" in shown
+    assert "weights, q_proj: 80 of [8,192, 8,192]: 10,737,418,240 B" in shown
+    assert "KV: 79.2 GiB of H100 SXM - 16.4 GiB weights - 7.9 GiB margin = 54.9 GiB" in shown
+    shown = text(folder(GEMMA_1B), "--explain")
+    assert "min(32,768, 512) tokens × 22,528 B = 11.0 MiB" in shown
+
+
+def test_a_plot_is_written_and_a_picture_in_pixels_refused(folder, tmp_path):
+    page = tmp_path / "out.html"
+    text(folder(GEMMA_1B), "--memory", "16GiB", "--plot", str(page))
+    assert "<svg" in page.read_text()
+    for name, message in (("out.png", "drawing library"), ("none/out.html", "there is no folder")):
+        with pytest.raises(InputError, match=message):
+            text(folder(GEMMA_1B), "--plot", str(tmp_path / name))
+
+
+def test_devices_of_one_s_own(folder, tmp_path):
+    own = tmp_path / "devices.toml"
+    own.write_text('[[device]]\nname = "H100 SXM"\naliases = ["h100"]\nmemory_gib = 70\nsource = "measured"\n')
+    memory = budget(folder(SMOLLM2), "--gpu", "h100", "--devices", str(own))["memory"]
+    assert memory["bytes"] == 70 * GiB
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "x.csv"], "--lengths asks how many fit: give a memory"),
+        (["--memory", "1GiB", "--devices", "x.toml"], "--devices names GPUs"),
+        (["--gpu", "h100", "--devices", "x.toml"], "--devices x.toml: .*No such file"),
+    ],
+)
+def test_options_that_need_another(folder, args, message):
+    with pytest.raises(InputError, match=message):
+        text(folder(SMOLLM2), *args)

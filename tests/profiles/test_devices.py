@@ -60,3 +60,61 @@ def test_rows_agree_with_the_collected_figures(shared):
             assert device.bandwidth_bytes_per_s == row["bw_gbs"] * 1e9
             checked += 1
     assert checked > 20
+
+
+OWN = """
+[[device]]
+name = "H100 SXM"
+aliases = ["h100"]
+memory_gib = 70.5
+bandwidth_gb_s = 3350
+source = "nvidia-smi of our cluster, another program resident"
+
+[[device]]
+name = "Toaster"
+memory_gib = 12
+source = "measured"
+"""
+
+
+def test_a_file_of_one_s_own_comes_first(tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text(OWN)
+    assert find_device("h100", path).memory_bytes == round(70.5 * 2**30)
+    assert find_device("toaster", path).bandwidth_bytes_per_s is None
+    assert find_device("h200", path) == find_device("h200")
+    assert len(all_devices(path)) == len(all_devices()) + 1
+    assert find_device("h100").memory_bytes == round(79.2 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[device]", "--devices .*devices.toml: "),
+        ("", "has no .*device"),
+        ("[[device]]\nname = 'x'\nmemory_gib = 3", "without source"),
+        ("[[device]]\nname = 'x'\nmemory_gib = -3\nsource = 's'", "memory_gib = -3 of x"),
+        ("[[device]]\nname = 'x'\nmemory_gb = 3\nsource = 's'", "memory_gb is none of .*memory_gib"),
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_refused(tmp_path, content, message):
+    path = tmp_path / "devices.toml"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        find_device("x", path)
+
+
+def test_every_collected_gpu_has_a_row_with_its_dense_rates(shared):
+    import json
+
+    rows = json.loads((shared / "planner" / "hardware.json").read_text())["hardware"]
+    named = {device.name: device for device in all_devices()}
+    for row in rows:
+        if row["kind"] == "gpu":
+            name = row["id"].removesuffix(" (NVL72)").replace("Blackwell (Server)", "Server")
+            device = named[name]
+            dense = row["tflops_dense"]
+            assert (device.bf16_tflops or device.fp16_tflops) == dense["bf16"], device.name
+            assert (device.fp8_tflops, device.int8_tflops, device.fp4_tflops) == (
+                *(dense[kind] for kind in ("fp8", "int8", "fp4")),
+            ), device.name

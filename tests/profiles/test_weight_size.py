@@ -4,7 +4,15 @@ import pytest
 
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
-from llmq.profiles.weight_size import other_parameters, parameter_count, parse_storage, storage_bytes, weight_size
+from llmq.profiles.weight_size import (
+    linear_shapes,
+    other_parameters,
+    parameter_count,
+    parse_storage,
+    storage_bytes,
+    weight_size,
+)
+from llmq.profiles.weight_storage import WEIGHT_SHAPE_BYTES
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -97,6 +105,23 @@ def test_embedding_norms_and_head_stay_in_16_bit():
     assert fp8 == 2 * (embedding + norms) + linears + 2 * rows
     w4 = storage_bytes(SMOLLM2, parse_storage("w4g64", SMOLLM2))
     assert w4 == 2 * (embedding + norms) + linears // 2 + 2 * linears // 64 + 16 * 210
+
+
+def test_a_packed_zero_point_makes_4_156_bits_of_4_125():
+    """W4 in groups of 128: 16 bits of scale a group, and 4 of a zero point where it is not symmetric."""
+    wide = {**SMOLLM2, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32}
+    linears = linear_shapes(wide)
+    weights = sum(one.out_features * one.in_features * one.count for one in linears)
+    headers = WEIGHT_SHAPE_BYTES * sum(one.count for one in linears)
+    for scheme, bits in (("w4g128", 4.125), ("w4g128-asym", 4.15625)):
+        stored = storage_bytes(wide, parse_storage(scheme, wide)) - 2 * other_parameters(wide) - headers
+        assert 8 * stored / weights == bits
+
+
+def test_the_parts_are_the_sum(smollm2_config, bf16_folder):
+    for size in (weight_size(smollm2_config, "w4g64"), weight_size(smollm2_config), weight_size(bf16_folder)):
+        assert sum(num_bytes for _, num_bytes in size.parts) == size.num_bytes
+    assert [what for what, _ in weight_size(bf16_folder).parts] == ["tensors in BF16"]
 
 
 def test_w4_takes_the_largest_group_that_divides(smollm2_config):
