@@ -47,8 +47,8 @@ def kv_budget(
     Without --ctx: the model's own context. Without --weights: as the model is stored.
     Blocks are those that `llmq serve` allocates.
     """
-    from llmq.cli.kv_budget_text import as_json as json_of
-    from llmq.cli.kv_budget_text import explain_budget, print_budget
+    from llmq.cli.kv_budget_explain import budget_json, explain_budget
+    from llmq.cli.kv_budget_text import print_budget
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget
     from llmq.profiles.checkpoint import find_model, has_weights, read_checkpoint, read_config, read_quantization
@@ -105,7 +105,7 @@ def kv_budget(
     )
     users = _users(budget, lengths)
     if as_json:
-        console.print_json(json_of(model, budget, users))
+        console.print_json(budget_json(model, budget, users))
     else:
         print_budget(model, budget, users, ctx)
         if explain:

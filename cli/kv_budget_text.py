@@ -1,8 +1,8 @@
-"""What `llmq kv-budget` prints: its table, its remarks, its JSON."""
+"""What `llmq kv-budget` prints: its table and its remarks."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmq.cli import console
 from llmq.profiles.architecture import ModelArchitecture
@@ -59,7 +59,7 @@ def _kv_rows(budget: Budget) -> list[list[str]]:
         rows.append(_row(f"KV of one token, {number} indexers", layout.index_bytes_per_token, ranks, _in_bytes))
     rows += [_row(f"  {what}", num_bytes, ranks, _in_bytes) for what, num_bytes in _by_kind(budget)]
     if layout.state_bytes:
-        rows.append(_row(f"state of a sequence ({_states(arch)})", layout.state_bytes, ranks, form))
+        rows.append(_row(f"state of a sequence ({describe_states(arch)})", layout.state_bytes, ranks, form))
     rows.append(_row(f"KV of {budget.num_tokens:,} tokens{_and_state(layout)}", budget.sequence_bytes, ranks, form))
     if budget.reserved_bytes != budget.sequence_bytes:
         held = "as serve holds it" if not arch.not_run else f"of {layout.groups[0].block_tokens} tokens and more"
@@ -87,7 +87,7 @@ def _by_kind(budget: Budget) -> list[tuple[str, int]]:
     return rows if len(rows) > 1 or arch.keys[0].kind != "full attention" else []
 
 
-def _states(arch: ModelArchitecture) -> str:
+def describe_states(arch: ModelArchitecture) -> str:
     counts = Counter(state.kind for state in arch.states)
     return ", ".join(f"{number} layers, {kind}" for kind, number in counts.items())
 
@@ -193,66 +193,6 @@ def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
     return notes
 
 
-def explain_budget(budget: Budget) -> None:
-    """The arithmetic of one rank, a line a number, to stdout."""
-    console.heading("How it is computed, on one rank" if budget.ranks > 1 else "How it is computed")
-    console.print_notes([*_explain_kv(budget), *_explain_weights(budget), *_explain_memory(budget)])
-
-
-def _explain_kv(budget: Budget) -> list[str]:
-    layout, arch, tokens = budget.layout, budget.architecture, budget.num_tokens
-    lines = []
-    for group in layout.groups:
-        spec, layers = group.spec, len(group.layers)
-        heads = f"{spec.num_kv_heads} KV head{'s' * (spec.num_kv_heads > 1)}"
-        if budget.ranks > 1:
-            heads += f" (of {arch.attention[group.layers[0]].num_kv_heads}, {budget.ranks} ranks)"
-        width = f"({spec.head_dim_k} K + {spec.head_dim_v} V)" if spec.head_dim_v else f"{spec.head_dim_k} of a latent"
-        lines.append(
-            f"{arch.attention[group.layers[0]].kind}: {layers} layers × {heads} × {width} × {spec.dtype.bits} bit = "
-            f"{group.payload_bytes_per_token:,} B a token"
-            + (f", scales {group.scale_bytes_per_token:,} B" if group.scale_bytes_per_token else "")
-            + (f", indexers {group.index_bytes_per_token:,} B" if group.index_bytes_per_token else "")
-        )
-        kept = min(tokens, spec.window) if spec.window else tokens
-        what = f"min({tokens:,}, {spec.window:,})" if spec.window else f"{tokens:,}"
-        lines.append(f"  {what} tokens × {group.bytes_per_token:,} B = {format_bytes(kept * group.bytes_per_token)}")
-        blocks = group.blocks_for(tokens, budget.step_tokens)
-        lines.append(
-            f"  in blocks of {group.block_tokens} tokens: {blocks:,} × {layout.block_bytes:,} B = "
-            f"{format_bytes(blocks * layout.block_bytes)}"
-        )
-    if layout.state_bytes:
-        lines.append(f"state, whatever the length: {_states(arch)} = {format_bytes(layout.state_bytes)}")
-    return lines
-
-
-def _explain_weights(budget: Budget) -> list[str]:
-    parts = [f"weights, {what}: {num_bytes:,} B" for what, num_bytes in budget.weights.parts]
-    split = f" / {budget.ranks} ranks = {format_bytes(budget.rank_weight_bytes)}" if budget.ranks > 1 else ""
-    return [*parts, f"weights: {budget.weights.num_bytes:,} B{split}"]
-
-
-def _explain_memory(budget: Budget) -> list[str]:
-    memory, layout = budget.memory, budget.layout
-    if memory is None:
-        return []
-    lines = []
-    if memory.holds_weights:
-        lines.append(
-            f"KV: {format_bytes(memory.num_bytes)} of {memory.name} - {format_bytes(budget.rank_weight_bytes)} weights "
-            f"- {format_bytes(budget.margin_bytes)} margin = {format_bytes(memory.kv_cache_bytes)}"
-        )
-    blocks, state = layout.blocks_for(budget.num_tokens, budget.step_tokens), layout.state_bytes
-    states = f" - {format_bytes(state)} a state for each user" if state else ""
-    lines.append(
-        f"blocks: {memory.kv_cache_bytes:,} B{states} / {layout.block_bytes:,} B = {budget.num_blocks:,}"
-        + (" (all that serve takes)" if budget.num_blocks == budget.most_blocks else "")
-    )
-    lines.append(f"users: {budget.num_blocks:,} blocks / {blocks:,} a sequence = {budget.num_sequences:,}")
-    return lines
-
-
 _FEWER_BITS = {32: "bf16", 16: "fp8", 8: "int4"}
 
 
@@ -267,74 +207,3 @@ def _does_not_fit(budget: Budget) -> str:
     ]
     words = [remedy for remedy in remedies if remedy] or ["more memory"]
     return f"Not one sequence fits: {', or '.join(words)}."
-
-
-def as_json(model: str, budget: Budget, users: "Users | None") -> dict[str, Any]:
-    layout, arch, memory = budget.layout, budget.architecture, budget.memory
-    spec = layout.groups[0].spec
-    result = {
-        "model": model,
-        "model_type": arch.model_type,
-        "num_layers": arch.num_layers,
-        "num_attention_heads": arch.num_attention_heads,
-        "num_kv_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "kv_dtype": spec.dtype.name,
-        "num_tokens": budget.num_tokens,
-        "tensor_parallel": budget.ranks,
-        "valid_tensor_parallel": arch.valid_tensor_parallel,
-        "per_rank": {
-            "payload_bytes_per_token": layout.payload_bytes_per_token,
-            "scale_bytes_per_token": layout.scale_bytes_per_token,
-            "index_bytes_per_token": layout.index_bytes_per_token,
-            "late_bytes_per_token": layout.bytes_per_late_token,
-            "state_bytes": layout.state_bytes,
-            "sequence_bytes": budget.sequence_bytes,
-            "reserved_bytes": budget.reserved_bytes,
-            "uniform_bytes": budget.uniform_bytes,
-            "weight_bytes": budget.rank_weight_bytes,
-            "block_bytes": layout.block_bytes,
-        },
-        "total": {
-            "bytes_per_token": layout.bytes_per_token * budget.ranks,
-            "sequence_bytes": budget.sequence_bytes * budget.ranks,
-            "sequence_bytes_without_gqa": budget.without_gqa_bytes(),
-            "weight_bytes": budget.weights.num_bytes,
-        },
-        "weights": budget.weights.how,
-        "layers": [
-            {
-                "kind": arch.attention[group.layers[0]].kind,
-                "layers": len(group.layers),
-                "bytes_per_token": group.bytes_per_token,
-            }
-            for group in layout.groups
-        ],
-        "not_run": arch.not_run or None,
-        "block_tokens": [group.block_tokens for group in layout.groups],
-        "memory": None,
-    }
-    if memory:
-        result["memory"] = {
-            "name": memory.name,
-            "bytes": memory.num_bytes,
-            "kv_cache_bytes": memory.kv_cache_bytes,
-            "num_blocks": budget.num_blocks,
-            "longest_sequence": budget.longest_sequence,
-            "num_sequences": budget.num_sequences,
-            "margin_bytes": budget.margin_bytes,
-            "activation_bytes": budget.step.activation_bytes,
-            "logits_bytes": budget.step.logits_bytes,
-        }
-    if users:
-        result["users"] = {
-            "trace": users.trace,
-            "num_requests": users.held.num_requests,
-            "num_too_long": users.held.num_too_long,
-            "blocks_of_one": users.held.mean,
-            "at_once": users.at_once,
-            "blocks_p50": users.median_blocks,
-            "blocks_p99": users.p99_blocks,
-            "num_blocks": users.num_blocks,
-        }
-    return result

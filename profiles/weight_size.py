@@ -9,22 +9,13 @@ from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint, read_config, read_quantization
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, value
+from llmq.profiles.linear_shape import LinearShape
 from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
 from llmq.profiles.weight_storage import WEIGHT_SHAPE_BYTES, WeightStorage, declared_storage
+from llmq.profiles.weight_table import WEIGHT_ROWS
 
 _AUTO_GROUPS = (128, 64, 32)
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """Linears of one kind: their weight is [out_features, in_features], and there are `count` of them."""
-
-    name: str
-    out_features: int
-    in_features: int
-    count: int
-    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,10 @@ def parse_storage(text: str, config: dict[str, Any]) -> WeightStorage:
 
 def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
     """The linears of the decoder layers, by kind. Raises InputError for an architecture that is not known."""
-    arch, family, merged = ModelArchitecture.from_config(config), _family(config), _text_config(config)
+    arch, merged = ModelArchitecture.from_config(config), _text_config(config)
+    if row := WEIGHT_ROWS.get(arch.model_type):
+        return row.linears(arch, merged)
+    family = _family(config)
     hidden, layers = arch.hidden_size, arch.num_layers
     q_rows, kv_rows = arch.num_attention_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     qkv_bias, mlp_bias = value(family.qkv_bias, merged), value(family.mlp_bias, merged)
@@ -124,7 +118,10 @@ def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
 
 def other_parameters(config: dict[str, Any]) -> int:
     """Embedding, head (unless tied), norms, routers and biases: what every scheme leaves in 16 bit."""
-    arch, family, merged = ModelArchitecture.from_config(config), _family(config), _text_config(config)
+    arch, merged = ModelArchitecture.from_config(config), _text_config(config)
+    if row := WEIGHT_ROWS.get(arch.model_type):
+        return row.others(arch, merged)
+    family = _family(config)
     embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)
     names = (family.attention_norms, family.mlp_norms)
     norms_per_layer = sum(name is not None for norms in names for name in (norms.before, norms.after))

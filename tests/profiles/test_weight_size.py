@@ -54,6 +54,75 @@ def test_parameters_of_published_models(shared, model, parameters):
     assert parameter_count(config) == parameters
 
 
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+MLA = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "deepseek_v2", **MLA},
+        {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "attention_bias": True},
+        {"model_type": "deepseek_v3", **MLA},
+        {"model_type": "deepseek_v3", **MLA, "attention_bias": True, "tie_word_embeddings": True},
+        {"model_type": "deepseek_v32", **DSA},
+        {"model_type": "glm_moe_dsa", **DSA, "indexer_types": ["full", "shared", "full"]},
+        {"model_type": "glm4_moe", **SMALL, "head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1},
+        {"model_type": "glm4_moe", **SMALL, "head_dim": 32, "n_routed_experts": 8, "use_qk_norm": True},
+        {"model_type": "minimax_m2", **SMALL, "head_dim": 32, "num_local_experts": 8},
+        {"model_type": "seed_oss", **SMALL, "head_dim": 32, "attention_bias": True, "attention_out_bias": False},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_parameters_that_only_the_planner_counts_are_those_that_transformers_makes(config):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    choice = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert parameter_count(config) == sum(one.numel() for one in (*model.parameters(), *choice))
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("deepseek-ai--DeepSeek-V3", 671),
+        ("deepseek-ai--DeepSeek-V2-Lite", 16),
+        ("moonshotai--Kimi-K2-Instruct", 1026),
+        ("ByteDance-Seed--Seed-OSS-36B", 36),
+    ],
+)
+def test_published_sizes_of_what_only_the_planner_counts(shared, model, billions):
+    config = json.loads((shared / "data" / "configs" / "verbatim" / f"{model}_config.json").read_text())
+    assert round(parameter_count(config) / 1e9) == billions
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True, "mlp_bias": True}])
 def test_parameters_are_those_that_transformers_makes(model_type, changes):

@@ -1,0 +1,138 @@
+"""The weights of decoders that only the planner knows, as rows: what `families` says of those that the runtime runs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.layer_patterns import ONE, Config, Field, field
+from llmq.profiles.linear_shape import LinearShape
+
+_NO = Field((), 0)
+_HIDDEN_EXPERT = field("moe_intermediate_size")
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """Attention and MLP of a decoder with two RMSNorms a layer, a final one, and a gated MLP.
+
+    attention: q, k and v of heads, or multi-head latent attention, with an indexer beside it where `indexer`.
+    experts: in all layers but the first `dense`; 0: none. shared: experts that every token passes, as one MLP of so
+    many times the width of one. router_bias: a number for each expert that only the choice sees.
+    """
+
+    attention: Literal["heads", "latent"] = "heads"
+    qkv_bias: Field = _NO
+    o_bias: Field = _NO
+    qk_norm: Literal["head", "projection"] | None = None
+    qk_norm_switch: Field = ONE
+    indexer: bool = False
+    dense: Field = _NO
+    experts: Field = _NO
+    expert_width: Field = _HIDDEN_EXPERT
+    shared: Field = _NO
+    router_bias: bool = False
+
+    def linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
+        layers, hidden = arch.num_layers, arch.hidden_size
+        made = (_latent_linears if self.attention == "latent" else self._head_linears)(arch, config)
+        if self.indexer:
+            number = sum(layer.index_bytes > 0 for layer in arch.keys)
+            heads, width = field("index_n_heads").number(config), field("index_head_dim").number(config)
+            made.append(LinearShape("indexer.wq_b", heads * width, field("q_lora_rank").number(config), number))
+            made.append(LinearShape("indexer.wk", width, hidden, number))
+            made.append(LinearShape("indexer.weights_proj", heads, hidden, number))
+        experts = self.experts.of(config) or 0
+        dense = min(layers, self.dense.of(config) or 0) if experts else layers
+        if dense:
+            made += _mlp("", arch.intermediate_size or field("intermediate_size").number(config), hidden, dense)
+        if experts and layers > dense:
+            width, sparse = self.expert_width.number(config), layers - dense
+            made += _mlp("experts.", width, hidden, sparse * experts)
+            if shared := self.shared.of(config):
+                made += _mlp("shared_experts.", width * shared, hidden, sparse)
+        return made
+
+    def others(self, arch: ModelArchitecture, config: Config) -> int:
+        """Parameters of embedding, head (unless tied), norms, routers and biases."""
+        layers, hidden = arch.num_layers, arch.hidden_size
+        embeddings = arch.vocab_size * hidden * (1 if arch.tie_word_embeddings else 2)
+        norms = (2 * layers + 1) * hidden + layers * self._attention_norms(arch, config)
+        if self.indexer:  # a LayerNorm: weight and bias
+            norms += 2 * field("index_head_dim").number(config) * sum(layer.index_bytes > 0 for layer in arch.keys)
+        experts = self.experts.of(config) or 0
+        sparse = max(0, layers - (self.dense.of(config) or 0))
+        routers = sparse * experts * (hidden + self.router_bias)
+        biases = sum(linear.out_features * linear.count for linear in self.linears(arch, config) if linear.bias)
+        return embeddings + norms + routers + biases
+
+    def _head_linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
+        layers, hidden = arch.num_layers, arch.hidden_size
+        query, keys = arch.num_attention_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        bias = bool(self.qkv_bias.of(config))
+        made = [LinearShape(n, rows, hidden, layers, bias) for n, rows in zip("qkv", (query, keys, keys), strict=True)]
+        return [*made, LinearShape("o", hidden, query, layers, bool(self.o_bias.of(config)))]
+
+    def _attention_norms(self, arch: ModelArchitecture, config: Config) -> int:
+        if self.attention == "latent":
+            return field("kv_lora_rank").number(config) + (config.get("q_lora_rank") or 0)
+        kind = self.qk_norm if self.qk_norm_switch.of(config) else None
+        heads = {None: 0, "head": 2, "projection": arch.num_attention_heads + arch.num_kv_heads}[kind]
+        return heads * arch.head_dim
+
+
+def _latent_linears(arch: ModelArchitecture, config: Config) -> list[LinearShape]:
+    """Multi-head latent attention: q (by a latent where q_lora_rank is there), the latent, its K and V."""
+    layers, hidden, heads = arch.num_layers, arch.hidden_size, arch.num_attention_heads
+    nope, rope = field("qk_nope_head_dim").number(config), field("qk_rope_head_dim").number(config)
+    value, latent = field("v_head_dim").number(config), field("kv_lora_rank").number(config)
+    bias, q_rank = bool(config.get("attention_bias")), config.get("q_lora_rank")
+    query = heads * (nope + rope)
+    made = [LinearShape("q_proj", query, hidden, layers)]
+    if q_rank:
+        made = [LinearShape("q_a_proj", q_rank, hidden, layers, bias), LinearShape("q_b_proj", query, q_rank, layers)]
+    return [
+        *made,
+        LinearShape("kv_a_proj_with_mqa", latent + rope, hidden, layers, bias),
+        LinearShape("kv_b_proj", heads * (nope + value), latent, layers),
+        LinearShape("o_proj", hidden, heads * value, layers, bias),
+    ]
+
+
+def _mlp(name: str, width: int, hidden: int, count: int) -> list[LinearShape]:
+    return [
+        LinearShape(f"{name}gate_proj", width, hidden, count),
+        LinearShape(f"{name}up_proj", width, hidden, count),
+        LinearShape(f"{name}down_proj", hidden, width, count),
+    ]
+
+
+_DEEPSEEK = {
+    "attention": "latent",
+    "dense": field("first_k_dense_replace", default=0),
+    "experts": field("n_routed_experts"),
+    "shared": field("n_shared_experts"),
+}
+_ATTENTION_BIAS = field("attention_bias", default=False)
+
+# Multi-token-prediction layers, which no engine needs to serve, are not counted.
+WEIGHT_ROWS = {
+    "deepseek_v2": WeightRow(**_DEEPSEEK),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2"), WeightRow(**_DEEPSEEK, router_bias=True)),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), WeightRow(**_DEEPSEEK, router_bias=True, indexer=True)),
+    "glm4_moe": WeightRow(
+        qkv_bias=_ATTENTION_BIAS,
+        dense=field("first_k_dense_replace", default=1),
+        experts=field("n_routed_experts"),
+        shared=field("n_shared_experts", default=1),
+        router_bias=True,
+        qk_norm="head",
+        qk_norm_switch=field("use_qk_norm", default=False),
+    ),
+    "minimax_m2": WeightRow(
+        qk_norm="projection",
+        experts=field("num_local_experts"),
+        expert_width=field("intermediate_size"),
+        router_bias=True,
+    ),
+    "seed_oss": WeightRow(qkv_bias=_ATTENTION_BIAS, o_bias=field("attention_out_bias", default=False)),
+}
