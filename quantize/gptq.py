@@ -23,7 +23,7 @@ groups of 64, asymmetric, 8192 tokens; range: the grid reaches from least to lar
     … weighted with the Hessian's diagonal  0.250   (with its diagonal blocks 0.252, and zeros searched too 0.252)
     and two sweeps                          0.234
     and scales again                        0.230
-    and twice a sweep and scales again      0.225
+    and twice a sweep and scales again      0.225   (each round costs what GPTQ itself does: one is made)
 
 and on other text than the calibration's 5 % less than without sweeps and new scales, at 3 and at 4 bits.
 
@@ -56,9 +56,8 @@ _DAMPING_STEP = 10.0
 _MAX_DAMPING = 1.0
 # Columns between two updates of all that follow: the paper's lazy batches (section 3.3, step 2).
 BLOCK_COLUMNS = 128
-# Rounds of a sweep of coordinate descent and scales again, at the end; of 8 bits, where they gain less, one.
-REFINEMENTS = 3
-_FINE_BITS = 6
+# Rounds of a sweep of coordinate descent and scales again, at the end: each further one costs as much as GPTQ itself.
+REFINEMENTS = 1
 
 SETTINGS = {
     "damping": f"in_features / (2 · tokens), within {DAMPING} and {_LARGEST_DEFAULT_DAMPING}",
@@ -70,23 +69,19 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Hessian:
-    """H = E[x x^T], damped, its columns in the order in which GPTQ rounds them: the largest diagonal first.
+    """H = E[x x^T], damped, and what GPTQ needs of it. At the inputs of a large model each of the two matrices takes
+    hundreds of megabytes: nothing here copies one.
 
     The order decides only what is rounded when: groups keep their columns ("static groups"), and nothing of it is
     stored.
     """
 
-    matrix: Tensor  # [in, in], float32, reordered
-    feedback: Tensor  # U of H = U D U^T, [in, in], float32, reordered
-    order: Tensor  # [in], column at each place
-    dead: Tensor  # [in], bool: columns whose input is always zero, in their own order
+    matrix: Tensor  # [in, in], float32, as the weight's columns lie
+    feedback: Tensor  # U of H = U D U^T, [in, in], float32, its columns in the order in which GPTQ rounds them
+    order: Tensor  # [in], column at each place of that order: the largest diagonal first
+    dead: Tensor  # [in], bool: columns whose input is always zero
     damping: float  # as a share of the mean diagonal
     ridge: float  # the same, as it was added to the diagonal
-
-    def in_order_of_columns(self) -> Tensor:
-        """The matrix as the weight's columns lie, [in, in]."""
-        natural = torch.argsort(self.order)
-        return self.matrix[natural][:, natural]
 
     def output_errors(self, delta: Tensor) -> Tensor:
         """E|delta x|^2 of each row of a [out, in] difference, [out]: damping and dead columns left out."""
@@ -105,43 +100,62 @@ def default_damping(in_features: int, num_tokens: int) -> float:
     return min(max(DAMPING, in_features / (2 * max(num_tokens, 1))), _LARGEST_DEFAULT_DAMPING)
 
 
-def factorize(gram: Tensor, damping: float = DAMPING, in_activation_order: bool = True) -> Hessian | None:
+def factorize(
+    gram: Tensor, damping: float = DAMPING, in_activation_order: bool = True, *, owns_gram: bool = False
+) -> Hessian | None:
     """Damp and factorize E[x x^T] ([in, in], float32). None: not even a damping of 1 makes it positive definite.
 
     A dead column (zero diagonal) gets the mean diagonal of the others, and touches none of them. Where the Cholesky
-    fails in float32 it is tried in float64, and then with ten times the damping.
+    fails in float32 it is tried in float64, and then with ten times the damping. owns_gram: it may be changed, and the
+    result hold it.
     """
-    diagonal = gram.diagonal()
+    matrix = gram if owns_gram else gram.clone()
+    diagonal = matrix.diagonal().clone()
     dead = diagonal <= 0
     mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
     diagonal = torch.where(dead, mean, diagonal)
-    order = torch.arange(len(gram), device=gram.device)
+    order = torch.arange(len(matrix), device=matrix.device)
     if in_activation_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    matrix = gram[order][:, order]
-    del gram  # at in_features of a large model each of these takes hundreds of megabytes
-    if not bool(torch.isfinite(matrix).all()):
+    if not all(bool(torch.isfinite(rows).all()) for rows in matrix.split(BLOCK_COLUMNS)):
         return None
     while True:
         ridge = damping * mean
-        matrix.diagonal().copy_(diagonal[order] + ridge)
+        matrix.diagonal().copy_(diagonal + ridge)
         for dtype in (torch.float32, torch.float64):
-            if (feedback := _unit_upper(matrix.to(dtype))) is not None:
-                return Hessian(matrix, feedback.to(torch.float32), order, dead, damping, ridge)
+            if (feedback := _unit_upper(matrix, order, dtype)) is not None:
+                return Hessian(matrix, feedback, order, dead, damping, ridge)
         if damping >= _MAX_DAMPING:
             return None
         damping = min(max(damping, 1e-6) * _DAMPING_STEP, _MAX_DAMPING)
 
 
-def _unit_upper(matrix: Tensor) -> Tensor | None:
-    """U of matrix = U D U^T: the Cholesky factor of the matrix read backwards."""
-    lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+def _unit_upper(matrix: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """U of matrix = U D U^T, columns in `order`: the Cholesky factor of the matrix read backwards. float32."""
+    backwards = order.flip(0)
+    factor = torch.empty_like(matrix, dtype=dtype)
+    for start in range(0, len(order), BLOCK_COLUMNS):
+        rows = backwards[start : start + BLOCK_COLUMNS]
+        factor[start : start + len(rows)] = matrix[rows][:, backwards]
+    factor, info = torch.linalg.cholesky_ex(factor)
     if int(info):
         return None
-    upper = lower.flip(0, 1)
-    del lower
-    upper /= upper.diagonal().clone()
-    return upper if bool(torch.isfinite(upper).all()) else None
+    _reverse_in_place(factor)
+    factor = factor.to(torch.float32)
+    factor /= factor.diagonal().clone()
+    return factor if all(bool(torch.isfinite(rows).all()) for rows in factor.split(BLOCK_COLUMNS)) else None
+
+
+def _reverse_in_place(matrix: Tensor) -> None:
+    """matrix[i, j] -> matrix[n - 1 - i, n - 1 - j], some rows at a time."""
+    n = len(matrix)
+    for start in range(0, n // 2, BLOCK_COLUMNS):
+        stop = min(start + BLOCK_COLUMNS, n // 2)
+        upper = matrix[start:stop].flip(0, 1)
+        matrix[start:stop] = matrix[n - stop : n - start].flip(0, 1)
+        matrix[n - stop : n - start] = upper
+    if n % 2:
+        matrix[n // 2] = matrix[n // 2].flip(0)
 
 
 @dataclass(frozen=True)
@@ -165,29 +179,25 @@ def gptq(
     hessian: Hessian,
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
-    refinements: int | None = None,
+    refinements: int = REFINEMENTS,
 ) -> Rounded:
     """Round a [out, in] float32 weight: search the grid, GPTQ, then `refinements` rounds of sweep and scales again.
-    None: REFINEMENTS, or one of 8 bits.
 
     Dead columns become zero, as in the paper's code: whatever they hold never reaches an output that was seen, and a
     large one would widen the grid of its neighbours.
     """
     weight = weight.masked_fill(hessian.dead, 0)
-    importance = torch.empty_like(hessian.matrix[0]).index_copy_(0, hessian.order, hessian.matrix.diagonal())
-    grid = searched_grid(weight, scheme, scale_dtype, importance)
+    grid = searched_grid(weight, scheme, scale_dtype, hessian.matrix.diagonal())
     q = round_with_feedback(weight, hessian, grid)
-    if refinements is None:
-        refinements = REFINEMENTS if scheme.bits < _FINE_BITS else 1
     for _ in range(refinements):
         q = sweep(weight, hessian, grid, q)
-        grid = refit_scales(weight, hessian.in_order_of_columns(), grid, q, scale_dtype)
+        grid = refit_scales(weight, hessian.matrix, grid, q, scale_dtype)
     return Rounded(q, grid)
 
 
 def round_with_feedback(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
     """GPTQ proper: q [out, in] of a weight whose grid is given. Blocks of columns, rows side by side."""
-    columns = _Columns(weight, hessian, grid)
+    columns = _Columns(weight, grid, hessian.order)
     target = columns.weight.clone()  # what is left to round: the weight and the errors that it takes up
     q, error = torch.empty_like(target), torch.empty_like(target)
     for start in range(0, len(target), BLOCK_COLUMNS):
@@ -202,11 +212,12 @@ def round_with_feedback(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
 
 
 def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
-    """One pass of coordinate descent over all columns: q [out, in] -> q, its error no larger in any row.
+    """One pass of coordinate descent over all columns as they lie: q [out, in] -> q, its error no larger in any row.
 
     With R = H (W - W')^T, the best value of column k given the rest is W'_k + R_k / H_kk.
     """
-    columns, matrix = _Columns(weight, hessian, grid), hessian.matrix
+    matrix = hessian.matrix
+    columns = _Columns(weight, grid, torch.arange(len(matrix), device=matrix.device))
     curvature = matrix.diagonal().tolist()
     q = columns.reorder(q)
     values = columns.value(slice(None), q)
@@ -227,14 +238,14 @@ def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
 
 def row_errors(delta: Tensor, hessian: Hessian) -> Tensor:
     """delta H delta^T of each row of a [out, in] difference, [out]: what GPTQ makes small."""
-    return quadratic_form(delta[:, hessian.order], hessian.matrix)
+    return quadratic_form(delta, hessian.matrix)
 
 
 class _Columns:
-    """A weight's columns as rows, [in, out], in the Hessian's order, each with its own scale and zero."""
+    """A weight's columns as rows, [in, out], in an order, each with its own scale and zero."""
 
-    def __init__(self, weight: Tensor, hessian: Hessian, grid: Grid) -> None:
-        self.order, self.bounds = hessian.order, grid.bounds
+    def __init__(self, weight: Tensor, grid: Grid, order: Tensor) -> None:
+        self.order, self.bounds = order, grid.bounds
         group = self.order // grid.grouped(weight).shape[-1]
         self.weight = self.reorder(weight)
         self.scale = grid.scale.T[group]

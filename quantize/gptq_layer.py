@@ -25,7 +25,10 @@ def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcom
     statistics = work.measure()
     while statistics:
         names = _of_one_product(statistics, work.schemes)
-        made = _quantize_together(work, names, _take(statistics, names), damping, outcome.warnings)
+        inputs = [statistics.pop(name) for name in names][0]  # noqa: RUF015 - all of them are taken out
+        # Of a wide linear the largest thing in memory: where no other linear needs it, it is worked on as it is.
+        owns_gram = all(other is not inputs for other in statistics.values())
+        made = _quantize_together(work, names, inputs, owns_gram, damping, outcome.warnings)
         outcome.linears.update(made)
     return outcome
 
@@ -36,19 +39,19 @@ def _of_one_product(statistics: dict[str, InputStatistics], schemes: Mapping[str
     return [name for name in statistics if statistics[name] is statistics[first] and schemes[name] == schemes[first]]
 
 
-def _take(statistics: dict[str, InputStatistics], names: list[str]) -> InputStatistics:
-    """The statistics of `names`, held by nobody else any more: they are the largest thing in memory."""
-    return [statistics.pop(name) for name in names][0]  # noqa: RUF015 - all of them are taken out
-
-
 def _quantize_together(
-    work: LayerWork, names: list[str], inputs: InputStatistics, damping: float | None, warnings: list[str]
+    work: LayerWork,
+    names: list[str],
+    inputs: InputStatistics,
+    owns_gram: bool,
+    damping: float | None,
+    warnings: list[str],
 ) -> dict[str, LinearOutcome]:
     scheme, num_dead, num_tokens = work.schemes[names[0]], inputs.num_dead, inputs.num_tokens
     weight = torch.cat([work.linear(name).weight for name in names])
     if damping is None:
         damping = default_damping(weight.shape[1], num_tokens)
-    hessian = factorize(inputs.gram, damping) if num_tokens else None
+    hessian = factorize(inputs.gram, damping, owns_gram=owns_gram) if num_tokens else None
     del inputs
     nearest = range_grid(weight, scheme, work.dtype)
     nearest = Rounded(nearest.nearest(weight), nearest)

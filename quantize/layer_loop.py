@@ -16,6 +16,7 @@ from llmq.quantize.layer_result import LayerResult, load_result
 from llmq.quantize.layer_stream import LayerStream, TensorReader, experts_of
 from llmq.quantize.layer_work import LayerWork
 from llmq.quantize.mappings import mappings_of
+from llmq.quantize.memory import release_memory
 from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import LinearSettings
 from llmq.quantize.targets import DECODER_PREFIX, Target
@@ -82,6 +83,7 @@ class _CalibratedLoop:
                 result.kv_scales = kv_range.fp8_scales(attention, getattr(torch, self.plan.dtype))
             if not is_resumed:
                 self.work.save(index, result)
+            release_memory()
         self.progress("quantizing", last + 1, last + 1, unit="layers")
         store.close()
 

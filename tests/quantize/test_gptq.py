@@ -87,7 +87,7 @@ def test_a_sweep_and_new_scales_lower_the_error_of_every_row(scheme):
     for _ in range(2):
         q = sweep(weight, hessian, grid, q)
         errors.append(row_errors(grid.values(q) - weight, hessian))
-        grid = refit_scales(weight, hessian.in_order_of_columns(), grid, q, torch.bfloat16)
+        grid = refit_scales(weight, hessian.matrix, grid, q, torch.bfloat16)
         errors.append(row_errors(grid.values(q) - weight, hessian))
         assert torch.equal(grid.scale, grid.scale.bfloat16().float())
     for before, after in itertools.pairwise(errors):
@@ -115,7 +115,7 @@ def test_refitted_scales_are_the_least_squares_of_the_integers():
     hessian = factorize(gram)
     grid = range_grid(weight, G32, torch.float32, 0.7)
     q = grid.nearest(weight)
-    new = refit_scales(weight, hessian.in_order_of_columns(), grid, q, torch.float32)
+    new = refit_scales(weight, hessian.matrix, grid, q, torch.float32)
     root = torch.linalg.cholesky((gram + 0.01 * gram.diagonal().mean() * torch.eye(64)).double())
     for row in range(3):
         units = torch.zeros(64, 2, dtype=torch.float64)
