@@ -19,6 +19,7 @@ VERBS = {
     "serve": "An OpenAI-compatible server on the paged runtime.",
     "chat": "Talk to a model in the terminal: one served for the time being, or a server's.",
     "batch": "A file of OpenAI batch requests through the engine at full batch, durable and resumable.",
+    "profile": "How fast a model can at most be on a machine, and how fast it is on this one.",
     "bench": "Load on any OpenAI-shaped server: latencies, goodput under an SLO, $ a million tokens.",
     "inspect": "What is in a checkpoint: architecture, format of each layer, bytes.",
     "doctor": "What this machine has and lacks, and what each lack means.",

@@ -1,0 +1,227 @@
+"""`llmq profile`: how fast a model can at most be on a machine, and on this one how fast it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmq.cli import console
+from llmq.profiles.errors import InputError
+from llmq.profiles.units import format_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from llmq.cli.profile_measure import MeasuredStep
+    from llmq.profiles.roofline import DecoderWork, Machine, StepWork
+
+app = typer.Typer(add_completion=False)
+
+_SHOWN_OPERATIONS = 8
+# The format that products are computed in, by --weights; integers of 2 to 8 bits are unpacked to 16 bit.
+_COMPUTE = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step: its work, and what was measured of it, if it was."""
+
+    name: str
+    num_tokens: int  # that it brings
+    step: "StepWork"
+    measured: "MeasuredStep | None" = None
+
+    def as_dict(self, machine: "Machine") -> dict[str, Any]:
+        step, seconds = self.step, self.measured and self.measured.seconds
+        floor_s = step.floor_s(machine)
+        return {
+            "step": self.name,
+            "weight_bytes": step.weight_bytes,
+            "kv_bytes": step.kv_bytes,
+            "flops": step.flops,
+            "memory_s": step.memory_s(machine),
+            "compute_s": step.compute_s(machine),
+            "floor_s": floor_s,
+            "bound_by": "compute" if step.is_compute_bound(machine) else "memory",
+            "tokens_per_s_at_most": self.num_tokens / floor_s,
+            "measured_s": seconds,
+            "floor_over_measured": seconds and floor_s / seconds,
+            "operations": dict(self.measured.operations) if self.measured else None,
+        }
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="Folder, config.json, .gguf file, hub id, or an alias.")],
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU by name (h100): the floor by its datasheet. Default: this machine's CPU.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Sequences that decode together: 1,8,32.")] = "1,8,32",
+    ctx: Annotated[str, typer.Option(help="Tokens that each has, and of a prefill: 512,8k (k = 1024).")] = "512",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks of --gpu, their talk not counted.")] = 1,
+    weights: Annotated[str | None, typer.Option(help="As kv-budget's: bf16, fp8, int8, w4, w4g64, 40GiB.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8, int8 or int4.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads that this machine is measured with.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The least time of a decode step and of a prefill: bytes over bandwidth, or FLOPs over peak, whichever is more.
+
+    With --gpu from the datasheet and config.json alone. Without it bandwidth and FLOP/s of this machine's CPU are
+    measured, and where the weights are at hand the engine's own steps too, and where their time went.
+    """
+    from llmq.profiles.checkpoint import find_model, has_weights
+
+    batches = [_whole("--batch", one) for one in batch.split(",")]
+    contexts = [parse_tokens(one) for one in ctx.split(",")]
+    if gpu is None and tp > 1:
+        raise InputError(f"--tp {tp}: of a --gpu; this machine is measured as one rank")
+    if gpu is not None and threads is not None:
+        raise InputError("--threads is of this machine, and --gpu names another: leave one away")
+    with console.progress() as progress:
+        path = find_model(model, config_only=gpu is not None, keep_blocks=True, progress=progress)
+    work, kv_name, dtype = _work(path, weights, kv_dtype, tp)
+    if too_long := [one for one in contexts if one > work.architecture.max_position_embeddings]:
+        raise InputError(
+            f"--ctx {too_long[0]}: the model's own context is {work.architecture.max_position_embeddings:,} tokens"
+        )
+    if gpu is not None:
+        machine, engine = _datasheet(gpu, weights), None
+    else:
+        from llmq.cli import profile_measure as measure
+
+        console.status("llmq profile: measuring this machine")
+        machine = measure.measure_machine(threads, dtype)
+        engine = None
+        if has_weights(path) and weights is None:
+            console.status(f"llmq profile: loading {path}")
+            engine = measure.load_engine(path, batch=max(batches), kv_dtype=kv_name, threads=threads)
+    rows = _rows(work, batches, contexts, engine)
+    crossings = {context: work.compute_bound_batch(machine, context) for context in contexts}
+    if as_json:
+        console.print_json(_as_json(model, machine, work, rows, crossings))
+    else:
+        _print(model, machine, work, rows, crossings)
+
+
+def _work(path: Path, weights: str | None, kv_dtype: str, tp: int) -> "tuple[DecoderWork, str, str]":
+    """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it."""
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.checkpoint import has_weights, read_checkpoint, read_config, read_quantization
+    from llmq.profiles.kv_spec import KVCacheLayout
+    from llmq.profiles.roofline import DecoderWork
+    from llmq.profiles.weight_size import weight_size
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes, parse_dtype
+
+    config = read_config(path)
+    architecture = ModelArchitecture.from_config(config).require_runnable()
+    engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
+    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
+    if tp not in architecture.valid_tensor_parallel:
+        raise InputError(f"--tp {tp}: one of {', '.join(map(str, architecture.valid_tensor_parallel))}")
+    layout = KVCacheLayout.of(
+        architecture, dtypes.kv_dtype, tensor_parallel=tp, dynamic_scales=not dtypes.has_static_kv_scales
+    )
+    is_stored = weights is None and has_weights(path)
+    num_bytes = (
+        read_checkpoint(path).held_bytes(dtypes.float_bytes) if is_stored else weight_size(path, weights).num_bytes
+    )
+    return DecoderWork.of(config, layout, num_bytes, tp), dtypes.kv_dtype, dtypes.dtype
+
+
+def _datasheet(gpu: str, weights: str | None) -> "Machine":
+    from llmq.profiles.devices import find_device
+    from llmq.profiles.roofline import Machine
+
+    device = find_device(gpu)
+    wanted = _COMPUTE.get((weights or "").lower(), "bf16_tflops")
+    field = next((name for name in (wanted, "bf16_tflops", "fp16_tflops") if getattr(device, name)), None)
+    if field is None or not device.bandwidth_bytes_per_s:
+        raise InputError(f"--gpu {gpu}: devices.toml has no rates of it")
+    how = f"datasheet, dense {field.partition('_')[0].upper()}: {device.source}"
+    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how)
+
+
+def _rows(work: "DecoderWork", batches: list[int], contexts: list[int], engine: Any) -> list[Row]:
+    from llmq.cli import profile_measure as measure
+
+    rows = []
+    for context in contexts:
+        for batch in batches:
+            found = engine and measure.measure_decode(engine, batch, context)
+            rows.append(Row(f"decode, batch {batch}, {context:,} tokens", batch, work.decode(batch, context), found))
+        found = engine and measure.measure_prefill(engine, context)
+        rows.append(Row(f"prefill of {context:,} tokens", context, work.prefill(context), found))
+    return rows
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise InputError(f"{flag} {text}: whole numbers from 1 up, as 1,8,32")
+    return int(text)
+
+
+def _print(model: str, machine: "Machine", work: "DecoderWork", rows: list[Row], crossings: dict) -> None:
+    console.heading(
+        f"{model} on {machine.name}: {machine.bandwidth_bytes_per_s / 1e9:,.1f} GB/s, "
+        f"{machine.flops_per_s / 1e12:,.3g} TFLOP/s ({machine.how})"
+    )
+    is_measured = any(row.measured for row in rows)
+    columns = ["", ">weights read", ">K and V", ">GFLOP", ">floor", "bound by", ">tokens/s at most"]
+    columns += [">measured", ">floor / measured"] if is_measured else []
+    console.print_table(None, columns, [_cells(row, machine) for row in rows])
+    for row in rows:
+        if row.measured and row.measured.operations:
+            shown = row.measured.operations[:_SHOWN_OPERATIONS]
+            console.print_text()
+            cells = [[name, f"{share:.1%}"] for name, share in shown if share >= 0.005]
+            console.print_table(f"Where the time of {row.name} went", ["", ">share"], cells)
+    console.print_notes(_notes(work, crossings, is_measured))
+
+
+def _cells(row: Row, machine: "Machine") -> list[str]:
+    found = row.as_dict(machine)
+    cells = [
+        row.name,
+        format_bytes(found["weight_bytes"]),
+        format_bytes(found["kv_bytes"]),
+        f"{found['flops'] / 1e9:,.1f}",
+        _ms(found["floor_s"]),
+        found["bound_by"],
+        f"{found['tokens_per_s_at_most']:,.0f}",
+    ]
+    return [*cells, _ms(found["measured_s"]), f"{found['floor_over_measured']:.0%}"] if row.measured else cells
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.2f} ms"
+
+
+def _notes(work: "DecoderWork", crossings: dict[int, int | None], is_measured: bool) -> list[str]:
+    notes = [
+        f"At {context:,} tokens a decode step is bound by memory "
+        + ("in any batch: reading K and V takes longer than computing." if batch is None else f"below batch {batch:,}.")
+        for context, batch in crossings.items()
+    ]
+    if work.num_experts:
+        notes.append(
+            f"{work.experts_per_token} of {work.num_experts} experts a token: a batch of 8 reads "
+            f"{work.experts_read(8):.0%} of them, if the router prefers none."
+        )
+    if work.ranks > 1:
+        notes.append(f"For one of {work.ranks} ranks; what they say to each other is not counted.")
+    if is_measured:
+        notes.append("Measured: the fastest of several decode steps, one prefill; the shares are of one more step.")
+    return notes
+
+
+def _as_json(model: str, machine: "Machine", work: "DecoderWork", rows: list[Row], crossings: dict) -> dict[str, Any]:
+    return {
+        "model": model,
+        "machine": machine.name,
+        "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
+        "flops_per_s": machine.flops_per_s,
+        "how": machine.how,
+        "tensor_parallel": work.ranks,
+        "steps": [row.as_dict(machine) for row in rows],
+        "compute_bound_batch": {str(context): batch for context, batch in crossings.items()},
+    }

@@ -1,0 +1,151 @@
+"""The floor of a step: what it must read and compute, over what a machine can.
+
+Williams et al., "Roofline" (CACM 2009): no step is faster than max(bytes / bandwidth, FLOPs / peak). Decoding reads all
+weights and every sequence's K and V for one token each; a prefill multiplies every weight with every token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.weight_size import linear_shapes, other_parameters
+
+_MOST_BATCH = 1 << 16
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank can move and compute at most, and where the numbers are from."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    flops_per_s: float  # dense, in the format of the products; 2 for a multiply-add
+    how: str
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one step moves and computes on one rank."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+    def memory_s(self, machine: Machine) -> float:
+        return self.num_bytes / machine.bandwidth_bytes_per_s
+
+    def compute_s(self, machine: Machine) -> float:
+        return self.flops / machine.flops_per_s
+
+    def floor_s(self, machine: Machine) -> float:
+        return max(self.memory_s(machine), self.compute_s(machine))
+
+    def is_compute_bound(self, machine: Machine) -> bool:
+        return self.compute_s(machine) >= self.memory_s(machine)
+
+
+@dataclass(frozen=True)
+class DecoderWork:
+    """A decoder's bytes and multiplications, from which those of any step follow. Evenly split over `ranks`, what they
+    say to each other not counted."""
+
+    architecture: ModelArchitecture
+    layout: KVCacheLayout  # of one rank
+    ranks: int
+    dense_bytes: float  # of all ranks: read in every step. Without an embedding of which only rows are read
+    expert_bytes: float  # of all routed experts together
+    dense_parameters: int  # multiplied with every token; the head is apart
+    expert_parameters: int
+    head_parameters: int  # multiplied with the tokens whose logits are wanted
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @classmethod
+    def of(cls, config: dict[str, Any], layout: KVCacheLayout, weight_bytes: int, ranks: int = 1) -> "DecoderWork":
+        """`weight_bytes`: of the whole model as it is held, experts in the same format as the other linears, what is no
+        linear in 16 bit. Raises InputError for an architecture whose linears are not known."""
+        arch = ModelArchitecture.from_config(config)
+        merged = {**config, **(config.get("text_config") or {})}
+        linears = sum(one.out_features * one.in_features * one.count for one in linear_shapes(config))
+        table = arch.vocab_size * arch.hidden_size
+        held_beside = 2 * other_parameters(config)
+        experts = arch.family.experts
+        count = chosen = routed = 0
+        if experts is not None:
+            count, chosen = experts.count.of(merged), experts.per_token.of(merged)
+            sparse = sum(experts.has_layer(layer, merged) for layer in range(arch.num_layers))
+            routed = 3 * arch.hidden_size * experts.intermediate_size.of(merged) * count * sparse
+        expert_bytes = max(0, weight_bytes - held_beside) * routed / linears
+        unread = 0 if arch.tie_word_embeddings else 2 * table
+        return cls(
+            architecture=arch,
+            layout=layout,
+            ranks=ranks,
+            dense_bytes=weight_bytes - expert_bytes - unread,
+            expert_bytes=expert_bytes,
+            dense_parameters=linears - routed,
+            expert_parameters=routed,
+            head_parameters=table,
+            num_experts=count,
+            experts_per_token=chosen,
+        )
+
+    def decode(self, batch: int, context: int) -> StepWork:
+        """One token for each of `batch` sequences, which then have `context` tokens each."""
+        attention = sum(self._attended(context))
+        return StepWork(
+            weight_bytes=self._weights_read(batch),
+            kv_bytes=batch * (self.layout.needed_bytes(context) + self.layout.state_bytes),
+            flops=2 * batch * (self._parameters_per_token + self.head_parameters + attention) / self.ranks,
+        )
+
+    def prefill(self, num_tokens: int) -> StepWork:
+        """All tokens of one prompt at once, the logits of the last: K and V are written once."""
+        attention = sum(map(sum, map(self._attended, range(1, num_tokens + 1)))) if self._has_windows else 0
+        if not self._has_windows:
+            attention = sum(self._attended(1)) * num_tokens * (num_tokens + 1) // 2
+        return StepWork(
+            weight_bytes=self._weights_read(num_tokens),
+            kv_bytes=self.layout.needed_bytes(num_tokens) + self.layout.state_bytes,
+            flops=2 * (num_tokens * self._parameters_per_token + self.head_parameters + attention) / self.ranks,
+        )
+
+    def compute_bound_batch(self, machine: Machine, context: int) -> int | None:
+        """The smallest batch whose decode step is bound by arithmetic; None: reading K and V takes longer in any."""
+        if not self.decode(_MOST_BATCH, context).is_compute_bound(machine):
+            return None
+        low, high = 0, _MOST_BATCH
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.decode(middle, context).is_compute_bound(machine) else (middle, high)
+        return high
+
+    def experts_read(self, num_tokens: int) -> float:
+        """Expected share of experts that some of the tokens is sent to, by a router that prefers none:
+        1 - (1 - k / E) ^ tokens."""
+        return 1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens if self.num_experts else 0.0
+
+    def _weights_read(self, num_tokens: int) -> float:
+        return (self.dense_bytes + self.expert_bytes * self.experts_read(num_tokens)) / self.ranks
+
+    @property
+    def _parameters_per_token(self) -> float:
+        share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
+        return self.dense_parameters + self.expert_parameters * share
+
+    @property
+    def _has_windows(self) -> bool:
+        return any(layer.window is not None for layer in self.architecture.keys)
+
+    def _attended(self, context: int) -> list[int]:
+        """Multiply-adds of one query in each layer: q·k and the sum over v, for every token that it sees."""
+        heads = self.architecture.num_attention_heads
+        return [
+            heads * (layer.head_dim_k + layer.head_dim_v) * min(context, layer.window or context)
+            for layer in self.architecture.keys
+        ]
