@@ -49,7 +49,7 @@ def kv_budget(
     """
     from llmq.cli.kv_budget_explain import budget_json, explain_budget
     from llmq.cli.kv_budget_text import print_budget
-    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.architecture import ModelArchitecture, names_dtype
     from llmq.profiles.budget import Budget
     from llmq.profiles.checkpoint import find_model, has_weights, read_checkpoint, read_config, read_quantization
     from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
@@ -60,6 +60,8 @@ def kv_budget(
     from llmq.runtime.memory import most_blocks
 
     plot_path = _plot_path(plot)
+    if explain and as_json:
+        raise InputError("--explain is for reading, --json for programs: give one of them")
     if lengths and not (gpu or memory or kv_cache_memory):
         raise InputError("--lengths asks how many fit: give a memory with it, as --gpu h100 or --memory 80GiB")
     with console.progress() as progress:
@@ -108,6 +110,8 @@ def kv_budget(
         console.print_json(budget_json(model, budget, users))
     else:
         print_budget(model, budget, users, ctx)
+        if kv_dtype == "auto" and not names_dtype(config):
+            console.print_notes([f"config.json names no dtype: {dtypes.kv_dtype} is assumed; see --kv-dtype."])
         if explain:
             explain_budget(budget)
     if plot_path:

@@ -135,6 +135,12 @@ class ModelArchitecture:
         )
 
 
+def names_dtype(config: Config) -> bool:
+    """Whether a config.json says in which dtype its model is. One that does not is taken for float32."""
+    nested = config.get("text_config") or {}
+    return any(part.get(key) for part in (config, nested) for key in ("dtype", "torch_dtype"))
+
+
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 

@@ -186,6 +186,8 @@ def storage_parts(config: dict[str, Any], storage: WeightStorage) -> tuple[tuple
 
 def _linear_bytes(linear: LinearShape, storage: WeightStorage) -> int:
     rows, width = linear.out_features, linear.in_features
+    if linear.name.startswith(storage.kept):
+        return rows * width * storage.other_bytes
     if storage.bits >= 16:
         return rows * width * storage.bits // 8
     # Fewer than 8 bits lie in int32 words, a row at a time.

@@ -14,7 +14,8 @@ class WeightStorage:
 
     group_size: input features that share a scale of `scale_bytes`; None: one scale a row (a channel). block_rows: rows
     that share it. zero_bits: of a zero point beside each scale, packed along the rows. column_bytes: of what is stored
-    for each input feature. linear_bytes: of what is stored for each linear.
+    for each input feature. linear_bytes: of what is stored for each linear. kept: what the names of linears begin with,
+    relative to their layer, that stay unquantized.
     """
 
     name: str
@@ -26,6 +27,7 @@ class WeightStorage:
     zero_bits: int = 0
     column_bytes: int = 0
     linear_bytes: int = 0
+    kept: tuple[str, ...] = ()
 
 
 def declared_storage(quantization: dict[str, Any]) -> WeightStorage | None:
@@ -80,9 +82,16 @@ def _fp8_storage(config: dict[str, Any]) -> WeightStorage | None:
     return WeightStorage("fp8", 8, scale_bytes=4, block_rows=_ALL_ROWS)
 
 
+def _mxfp4_storage(config: dict[str, Any]) -> WeightStorage | None:
+    """Open Compute's microscaling FP4: a scale in E8M0 for 32 numbers. What is kept is named by module."""
+    kept = [name.partition("layers.*.")[2] for name in config.get("modules_to_not_convert") or ()]
+    return WeightStorage("mxfp4", 4, 32, scale_bytes=1, kept=tuple(name for name in kept if name))
+
+
 _DECLARED: dict[str, Callable[[dict[str, Any]], WeightStorage | None]] = {
     "compressed-tensors": _compressed_tensors_storage,
     "gptq": _gptq_storage,
     "awq": _awq_storage,
     "fp8": _fp8_storage,
+    "mxfp4": _mxfp4_storage,
 }

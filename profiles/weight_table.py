@@ -16,8 +16,9 @@ class WeightRow:
     """Attention and MLP of a decoder with two RMSNorms a layer, a final one, and a gated MLP.
 
     attention: q, k and v of heads, or multi-head latent attention, with an indexer beside it where `indexer`.
-    experts: in all layers but the first `dense`; 0: none. shared: experts that every token passes, as one MLP of so
-    many times the width of one. router_bias: a number for each expert that only the choice sees.
+    sinks: a number for each head that attention sees as one more key. experts: in all layers but the first `dense`; 0:
+    none. shared: experts that every token passes, as one MLP of so many times the width of one. router_bias: a number
+    for each expert that its score gets.
     """
 
     attention: Literal["heads", "latent"] = "heads"
@@ -26,11 +27,13 @@ class WeightRow:
     qk_norm: Literal["head", "projection"] | None = None
     qk_norm_switch: Field = ONE
     indexer: bool = False
+    sinks: bool = False
     dense: Field = _NO
     experts: Field = _NO
     expert_width: Field = _HIDDEN_EXPERT
     shared: Field = _NO
     router_bias: bool = False
+    expert_bias: bool = False
 
     def linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
         layers, hidden = arch.num_layers, arch.hidden_size
@@ -38,18 +41,20 @@ class WeightRow:
         if self.indexer:
             number = sum(layer.index_bytes > 0 for layer in arch.keys)
             heads, width = field("index_n_heads").number(config), field("index_head_dim").number(config)
-            made.append(LinearShape("indexer.wq_b", heads * width, field("q_lora_rank").number(config), number))
-            made.append(LinearShape("indexer.wk", width, hidden, number))
-            made.append(LinearShape("indexer.weights_proj", heads, hidden, number))
+            made.append(
+                LinearShape("self_attn.indexer.wq_b", heads * width, field("q_lora_rank").number(config), number)
+            )
+            made.append(LinearShape("self_attn.indexer.wk", width, hidden, number))
+            made.append(LinearShape("self_attn.indexer.weights_proj", heads, hidden, number))
         experts = self.experts.of(config) or 0
         dense = min(layers, self.dense.of(config) or 0) if experts else layers
         if dense:
-            made += _mlp("", arch.intermediate_size or field("intermediate_size").number(config), hidden, dense)
+            made += _mlp("mlp.", arch.intermediate_size or field("intermediate_size").number(config), hidden, dense)
         if experts and layers > dense:
             width, sparse = self.expert_width.number(config), layers - dense
-            made += _mlp("experts.", width, hidden, sparse * experts)
+            made += _mlp("mlp.experts.", width, hidden, sparse * experts, self.expert_bias)
             if shared := self.shared.of(config):
-                made += _mlp("shared_experts.", width * shared, hidden, sparse)
+                made += _mlp("mlp.shared_experts.", width * shared, hidden, sparse)
         return made
 
     def others(self, arch: ModelArchitecture, config: Config) -> int:
@@ -63,14 +68,15 @@ class WeightRow:
         sparse = max(0, layers - (self.dense.of(config) or 0))
         routers = sparse * experts * (hidden + self.router_bias)
         biases = sum(linear.out_features * linear.count for linear in self.linears(arch, config) if linear.bias)
-        return embeddings + norms + routers + biases
+        return embeddings + norms + routers + biases + layers * arch.num_attention_heads * self.sinks
 
     def _head_linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
         layers, hidden = arch.num_layers, arch.hidden_size
         query, keys = arch.num_attention_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         bias = bool(self.qkv_bias.of(config))
-        made = [LinearShape(n, rows, hidden, layers, bias) for n, rows in zip("qkv", (query, keys, keys), strict=True)]
-        return [*made, LinearShape("o", hidden, query, layers, bool(self.o_bias.of(config)))]
+        rows = {"q_proj": query, "k_proj": keys, "v_proj": keys}
+        made = [LinearShape(f"self_attn.{name}", number, hidden, layers, bias) for name, number in rows.items()]
+        return [*made, LinearShape("self_attn.o_proj", hidden, query, layers, bool(self.o_bias.of(config)))]
 
     def _attention_norms(self, arch: ModelArchitecture, config: Config) -> int:
         if self.attention == "latent":
@@ -87,22 +93,25 @@ def _latent_linears(arch: ModelArchitecture, config: Config) -> list[LinearShape
     value, latent = field("v_head_dim").number(config), field("kv_lora_rank").number(config)
     bias, q_rank = bool(config.get("attention_bias")), config.get("q_lora_rank")
     query = heads * (nope + rope)
-    made = [LinearShape("q_proj", query, hidden, layers)]
+    made = [LinearShape("self_attn.q_proj", query, hidden, layers)]
     if q_rank:
-        made = [LinearShape("q_a_proj", q_rank, hidden, layers, bias), LinearShape("q_b_proj", query, q_rank, layers)]
+        made = [
+            LinearShape("self_attn.q_a_proj", q_rank, hidden, layers, bias),
+            LinearShape("self_attn.q_b_proj", query, q_rank, layers),
+        ]
     return [
         *made,
-        LinearShape("kv_a_proj_with_mqa", latent + rope, hidden, layers, bias),
-        LinearShape("kv_b_proj", heads * (nope + value), latent, layers),
-        LinearShape("o_proj", hidden, heads * value, layers, bias),
+        LinearShape("self_attn.kv_a_proj_with_mqa", latent + rope, hidden, layers, bias),
+        LinearShape("self_attn.kv_b_proj", heads * (nope + value), latent, layers),
+        LinearShape("self_attn.o_proj", hidden, heads * value, layers, bias),
     ]
 
 
-def _mlp(name: str, width: int, hidden: int, count: int) -> list[LinearShape]:
+def _mlp(name: str, width: int, hidden: int, count: int, bias: bool = False) -> list[LinearShape]:
     return [
-        LinearShape(f"{name}gate_proj", width, hidden, count),
-        LinearShape(f"{name}up_proj", width, hidden, count),
-        LinearShape(f"{name}down_proj", hidden, width, count),
+        LinearShape(f"{name}gate_proj", width, hidden, count, bias),
+        LinearShape(f"{name}up_proj", width, hidden, count, bias),
+        LinearShape(f"{name}down_proj", hidden, width, count, bias),
     ]
 
 
@@ -132,6 +141,15 @@ WEIGHT_ROWS = {
         qk_norm="projection",
         experts=field("num_local_experts"),
         expert_width=field("intermediate_size"),
+        router_bias=True,
+    ),
+    "gpt_oss": WeightRow(
+        qkv_bias=field("attention_bias", default=True),
+        o_bias=field("attention_bias", default=True),
+        sinks=True,
+        experts=field("num_local_experts"),
+        expert_width=field("intermediate_size"),
+        expert_bias=True,
         router_bias=True,
     ),
     "seed_oss": WeightRow(qkv_bias=_ATTENTION_BIAS, o_bias=field("attention_out_bias", default=False)),

@@ -421,6 +421,13 @@ def test_a_plot_is_written_and_a_picture_in_pixels_refused(folder, tmp_path):
             text(folder(GEMMA_1B), "--plot", str(tmp_path / name))
 
 
+def test_a_missing_dtype_is_said(folder):
+    silent = {key: value for key, value in SMOLLM2.items() if key != "torch_dtype"}
+    assert "config.json names no dtype: fp32 is assumed" in text(folder(silent))
+    assert "names no dtype" not in text(folder(silent), "--kv-dtype", "bf16")
+    assert "names no dtype" not in text(folder(SMOLLM2))
+
+
 def test_devices_of_one_s_own(folder, tmp_path):
     own = tmp_path / "devices.toml"
     own.write_text('[[device]]\nname = "H100 SXM"\naliases = ["h100"]\nmemory_gib = 70\nsource = "measured"\n')
@@ -431,6 +438,7 @@ def test_devices_of_one_s_own(folder, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--explain", "--json"], "--explain is for reading"),
         (["--lengths", "x.csv"], "--lengths asks how many fit: give a memory"),
         (["--memory", "1GiB", "--devices", "x.toml"], "--devices names GPUs"),
         (["--gpu", "h100", "--devices", "x.toml"], "--devices x.toml: .*No such file"),

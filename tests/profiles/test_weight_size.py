@@ -95,6 +95,7 @@ DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
         {"model_type": "glm4_moe", **SMALL, "head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1},
         {"model_type": "glm4_moe", **SMALL, "head_dim": 32, "n_routed_experts": 8, "use_qk_norm": True},
         {"model_type": "minimax_m2", **SMALL, "head_dim": 32, "num_local_experts": 8},
+        {"model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 8},
         {"model_type": "seed_oss", **SMALL, "head_dim": 32, "attention_bias": True, "attention_out_bias": False},
     ],
     ids=lambda config: config["model_type"],
@@ -246,6 +247,16 @@ def weight_size_of(folder, quantization):
     path = folder / "config.json"
     path.write_text(json.dumps({**SMOLLM2, "quantization_config": quantization}))
     return weight_size(path).num_bytes
+
+
+def test_mxfp4_experts_beside_attention_in_16_bit(shared):
+    """gpt-oss-120b: 60.7 GiB, and the published files of 65.2 GB."""
+    path = shared / "data" / "configs" / "verbatim" / "openai--gpt-oss-120b_config.json"
+    size = weight_size(path)
+    assert size.how == "mxfp4, by config.json"
+    assert size.num_bytes == pytest.approx(65.2e9, rel=0.002)
+    experts = sum(num_bytes for what, num_bytes in size.parts if "experts" in what)
+    assert 8 * experts / (36 * 128 * 3 * 2880 * 2880) == 4.25
 
 
 def test_a_scheme_that_only_the_weights_could_tell(tmp_path):
