@@ -62,7 +62,7 @@ def _kv_rows(budget: Budget) -> list[list[str]]:
         rows.append(_row(f"state of a sequence ({describe_states(arch)})", layout.state_bytes, ranks, form))
     rows.append(_row(f"KV of {budget.num_tokens:,} tokens{_and_state(layout)}", budget.sequence_bytes, ranks, form))
     if budget.reserved_bytes != budget.sequence_bytes:
-        held = "as serve holds it" if not arch.not_run else f"of {layout.groups[0].block_tokens} tokens and more"
+        held = "as serve holds it" if arch.family and not arch.not_run else "as llmq's allocator would"
         rows.append(_row(f"  in whole blocks, {held}", budget.reserved_bytes, ranks, form))
     if budget.uniform_bytes != budget.sequence_bytes:
         rows.append(_row("  if no layer had a window", budget.uniform_bytes, ranks, form))
@@ -154,6 +154,10 @@ def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
         notes.append(f"{ctx} is read as {budget.num_tokens:,} tokens (k = 1024); {decimal:,} tokens take {size}.")
     if arch.not_run:
         notes.append(f"serve does not run this model: it has {arch.not_run}. Blocks are those of llmq's allocator.")
+    elif arch.family is None:
+        notes.append(
+            "serve runs this model by transformers' own code, or refuses it: not every code takes its attention."
+        )
     if budget.num_tokens > arch.max_position_embeddings:
         notes.append(f"The model's own context is {arch.max_position_embeddings:,} tokens.")
     if dtype.bits < 16 and not dtype.scale_bytes:

@@ -175,7 +175,7 @@ CACHE_ROWS: dict[str, CacheRow] = {
     **dict.fromkeys(_PLAIN, CacheRow()),
     "gemma3_text": CacheRow(defaults=_GEMMA_3_DEFAULTS),
     "olmo3": _windows(4),
-    "gpt_oss": _windows(2, defaults={"torch_dtype": "bfloat16"}, not_run="attention sinks"),
+    "gpt_oss": _windows(2, defaults={"torch_dtype": "bfloat16"}),
     "cohere2": _windows(4),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3"), _latent()),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _latent(indexed=True)),

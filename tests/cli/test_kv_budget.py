@@ -268,6 +268,12 @@ def test_an_unknown_architecture_is_refused_never_guessed(folder):
         text(folder({**SMOLLM2, "model_type": "lama"}), "--weights", "1GiB")
 
 
+def test_what_transformers_runs_is_said_to_be_its(folder):
+    model = folder({**SMOLLM2, "model_type": "stablelm"})
+    assert "serve runs this model by transformers' own code, or refuses it" in text(model, "--weights", "1GiB")
+    assert "own code" not in text(folder(SMOLLM2))
+
+
 def test_a_known_cache_does_not_make_the_weights_known(folder):
     model = folder({**SMOLLM2, "model_type": "stablelm"})
     assert budget(model, "--weights", "1GiB")["total"]["bytes_per_token"] == 23_040

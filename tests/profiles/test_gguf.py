@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmq.profiles import gguf_convert
 from llmq.profiles.checkpoint import find_model, read_checkpoint
 from llmq.profiles.errors import InputError
+from llmq.profiles.gguf_convert import read_gguf
 from llmq.profiles.gguf_weights import to_bf16
+from llmq.profiles.weight_size import weight_size
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -186,6 +188,19 @@ def test_config_only_converts_no_weights(tmp_path, tiny_llama):
     folder = find_model(str(tmp_path / "tiny.gguf"), config_only=True)
     assert not list(folder.glob("*.safetensors"))
     assert json.loads((folder / "config.json").read_text())["num_key_value_heads"] == 2
+
+
+def test_the_weights_of_a_file_are_its_blocks_to_the_byte(tmp_path, tiny_llama):
+    """`kv-budget FILE.gguf` reads the tensor infos alone: linears as they lie, what is unpacked in 16 bit."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_llama(hidden_size=64, intermediate_size=128), path, quantization=gguf.GGMLQuantizationType.Q8_0)
+    size = weight_size(find_model(str(path), config_only=True, keep_blocks=True))
+    assert size.how == "as stored"
+    stored = read_checkpoint(find_model(str(path), keep_blocks=True))
+    assert size.num_bytes == stored.total_bytes
+    linears = [one for one in read_gguf(path).tensors.values() if one.dtype == "Q8_0"]
+    assert linears
+    assert size.num_bytes >= sum(one.num_bytes for one in linears)
 
 
 def test_large_models_are_sharded(tmp_path, tiny_llama, monkeypatch):
