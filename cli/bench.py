@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmq.profiles.load.client import LoadClient
     from llmq.profiles.load.measurement import Measurement
     from llmq.profiles.load.target import Target
+    from llmq.profiles.load.utilization import Utilization
 
 app = typer.Typer(add_completion=False)
 
@@ -70,6 +71,13 @@ def bench(
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Dollars an hour of the machine: $ a million tokens at goodput.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="What the server runs on, by name (h100): MFU is a share of its peak.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="How many of them.  [default: 1]", show_default=False)] = None,
+    facts: Annotated[
+        str | None, typer.Option(help="A model or config.json whose FLOPs MFU counts. Default: TARGET, if a model.")
+    ] = None,
     endpoint: Annotated[str | None, typer.Option(help="completions or chat. Default: the first that answers.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A model whose tokenizer counts, for a server that sends no usage.")
@@ -107,6 +115,7 @@ def bench(
     plan.check()
     extra_body = _json_object("--body", body)
     bench_output.check_writable(csv_output, html)
+    utilization = _utilization(target, gpu, tp, facts)
     count_tokens = None if tokenizer is None else _token_counter(tokenizer)
     with server_of(target, _words(threads, serve_options), loading="llmq bench") as url:
         name = model_name(url, model, api_key)
@@ -126,7 +135,7 @@ def bench(
         found, measurements, best_rate = asyncio.run(run())
     if not any(one.summary.num_answered for one in measurements):
         raise FailedError(bench_output.nothing_answered(measurements[-1]))
-    result = bench_output.Result(target, found, measurements, plan.sweep, best_rate, price_per_hour)
+    result = bench_output.Result(target, found, measurements, plan.sweep, best_rate, price_per_hour, utilization)
     bench_output.write_csv(result, csv_output)
     bench_output.write_page(result, html)
     bench_output.show(result, as_json=as_json)
@@ -195,6 +204,25 @@ def _check_target_options(target: str, model: str | None, of_served: dict[str, A
             f"--model {model} is one of a server's models, and {target} is to be served here: "
             f"name the model alone, llmq bench {model}, or a server's URL"
         )
+
+
+def _utilization(target: str, gpu: str | None, tp: int | None, facts: str | None) -> "Utilization | None":
+    if gpu is None:
+        if facts is not None or tp is not None:
+            raise InputError(
+                f"{'--facts' if tp is None else '--tp'} is for MFU, a share of the peak of a --gpu: name it"
+            )
+        return None
+    if facts is None and is_url(target):
+        raise InputError(f"--gpu {gpu}: a server does not tell what its model computes: give --facts MODEL too")
+    from llmq.cli.profile_facts import datasheet, decoder_work
+    from llmq.profiles.checkpoint import find_model
+    from llmq.profiles.load.utilization import Utilization
+
+    machine = datasheet(gpu)
+    with console.progress() as progress:
+        path = find_model(facts or target, config_only=True, keep_blocks=True, progress=progress)
+    return Utilization(decoder_work(path, tp=tp or 1)[0], machine)
 
 
 def _words(threads: int | None, serve_options: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from llmq.profiles.units import format_count
 if TYPE_CHECKING:
     from llmq.profiles.load.measurement import Measurement, Workload
     from llmq.profiles.load.target import Target
+    from llmq.profiles.load.utilization import Utilization
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Result:
     sweeps: bool
     best_rate: float | None
     price_per_hour: float | None
+    utilization: "Utilization | None" = None
 
     @property
     def shown(self) -> "Measurement":
@@ -34,7 +36,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         from llmq.profiles.load import report
 
-        dicts = [report.as_dict(one, self.price_per_hour) for one in self.measurements]
+        dicts = [report.as_dict(one, self.price_per_hour, self.utilization) for one in self.measurements]
         return {
             "target": self.target,
             "model": self.found.model,
@@ -43,7 +45,7 @@ class Result:
             "ignore_eos": self.found.ignores_eos,
             "num_probes": self.found.num_probes,
             **({"best_rate": self.best_rate, "points": dicts} if self.sweeps else dicts[0]),
-            "notes": report.notes(self.shown),
+            "notes": report.notes(self.shown, self.utilization),
         }
 
 
@@ -103,8 +105,8 @@ def write_page(result: Result, path: Path | None) -> None:
         headline=_headline(result),
         shown=one,
         latencies=_latencies(one),
-        figures=figures(one, result.price_per_hour),
-        notes=report.notes(one),
+        figures=figures(result),
+        notes=report.notes(one, result.utilization),
         points=result.measurements if result.sweeps else (),
         point_table=_points(result) if result.sweeps else None,
     )
@@ -125,8 +127,8 @@ def show(result: Result, *, as_json: bool) -> None:
         console.print_text()
     console.print_table(str(one.workload.pacing), *_latencies(one))
     console.print_text()
-    console.print_table(None, ["", ">"], figures(one, result.price_per_hour))
-    console.print_notes(report.notes(one))
+    console.print_table(None, ["", ">"], figures(result))
+    console.print_notes(report.notes(one, result.utilization))
 
 
 def _headline(result: Result) -> str:
@@ -179,11 +181,12 @@ def _latencies(one: "Measurement") -> tuple[list[str], list[list[str]]]:
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E", "normalized": "E2E / tokens"}
 
 
-def figures(one: "Measurement", price_per_hour: float | None) -> list[list[str]]:
+def figures(result: Result) -> list[list[str]]:
     """(what, value) of everything but the latencies."""
     from llmq.profiles.load.report import as_dict
 
-    found, summary = as_dict(one, price_per_hour), one.summary
+    one, summary = result.shown, result.shown.summary
+    found = as_dict(one, result.price_per_hour, result.utilization)
     lengths, cache = found["lengths"], found["prefix_cache"]
     rows = [
         ["requests measured (warm-up before them)", f"{summary.num_requests:,} ({one.workload.num_warmup})"],
@@ -213,6 +216,8 @@ def figures(one: "Measurement", price_per_hour: float | None) -> list[list[str]]
     rows.append(["prefix-cache hits, by usage", _share(cache["hit_rate_by_usage"])])
     if cache["hit_rate_by_metrics"] is not None:
         rows.append(["prefix-cache hits, by /metrics (warm-up too)", _share(cache["hit_rate_by_metrics"])])
+    if found["mfu"] is not None:
+        rows.append([f"MFU ({result.utilization})", f"{found['mfu']:.3%}"])
     return rows
 
 

@@ -1,12 +1,12 @@
 """`llmq profile`: how fast a model can at most be on a machine, and on this one how fast it is."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmq.cli import console
+from llmq.cli.profile_facts import datasheet, decoder_work
 from llmq.profiles.errors import InputError
 from llmq.profiles.units import format_bytes, parse_tokens
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 _SHOWN_OPERATIONS = 8
-# The format that products are computed in, by --weights; integers of 2 to 8 bits are unpacked to 16 bit.
-_COMPUTE = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,13 @@ def profile(
         raise InputError("--threads is of this machine, and --gpu names another: leave one away")
     with console.progress() as progress:
         path = find_model(model, config_only=gpu is not None, keep_blocks=True, progress=progress)
-    work, kv_name, dtype = _work(path, weights, kv_dtype, tp)
+    work, kv_name, dtype = decoder_work(path, weights, kv_dtype, tp)
     if too_long := [one for one in contexts if one > work.architecture.max_position_embeddings]:
         raise InputError(
             f"--ctx {too_long[0]}: the model's own context is {work.architecture.max_position_embeddings:,} tokens"
         )
     if gpu is not None:
-        machine, engine = _datasheet(gpu, weights), None
+        machine, engine = datasheet(gpu, weights), None
     else:
         from llmq.cli import profile_measure as measure
 
@@ -100,45 +98,6 @@ def profile(
         console.print_json(_as_json(model, machine, work, rows, crossings))
     else:
         _print(model, machine, work, rows, crossings)
-
-
-def _work(path: Path, weights: str | None, kv_dtype: str, tp: int) -> "tuple[DecoderWork, str, str]":
-    """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it."""
-    from llmq.profiles.architecture import ModelArchitecture
-    from llmq.profiles.checkpoint import has_weights, read_checkpoint, read_config, read_quantization
-    from llmq.profiles.kv_spec import KVCacheLayout
-    from llmq.profiles.roofline import DecoderWork
-    from llmq.profiles.weight_size import weight_size
-    from llmq.runtime.config import EngineConfig
-    from llmq.runtime.dtypes import Dtypes, parse_dtype
-
-    config = read_config(path)
-    architecture = ModelArchitecture.from_config(config).require_runnable()
-    engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
-    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
-    if tp not in architecture.valid_tensor_parallel:
-        raise InputError(f"--tp {tp}: one of {', '.join(map(str, architecture.valid_tensor_parallel))}")
-    layout = KVCacheLayout.of(
-        architecture, dtypes.kv_dtype, tensor_parallel=tp, dynamic_scales=not dtypes.has_static_kv_scales
-    )
-    is_stored = weights is None and has_weights(path)
-    num_bytes = (
-        read_checkpoint(path).held_bytes(dtypes.float_bytes) if is_stored else weight_size(path, weights).num_bytes
-    )
-    return DecoderWork.of(config, layout, num_bytes, tp), dtypes.kv_dtype, dtypes.dtype
-
-
-def _datasheet(gpu: str, weights: str | None) -> "Machine":
-    from llmq.profiles.devices import find_device
-    from llmq.profiles.roofline import Machine
-
-    device = find_device(gpu)
-    wanted = _COMPUTE.get((weights or "").lower(), "bf16_tflops")
-    field = next((name for name in (wanted, "bf16_tflops", "fp16_tflops") if getattr(device, name)), None)
-    if field is None or not device.bandwidth_bytes_per_s:
-        raise InputError(f"--gpu {gpu}: devices.toml has no rates of it")
-    how = f"datasheet, dense {field.partition('_')[0].upper()}: {device.source}"
-    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how)
 
 
 def _rows(work: "DecoderWork", batches: list[int], contexts: list[int], engine: Any) -> list[Row]:

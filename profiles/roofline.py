@@ -97,7 +97,7 @@ class DecoderWork:
 
     def decode(self, batch: int, context: int) -> StepWork:
         """One token for each of `batch` sequences, which then have `context` tokens each."""
-        attention = sum(self._attended(context))
+        attention = self._attended(context)
         return StepWork(
             weight_bytes=self._weights_read(batch),
             kv_bytes=batch * (self.layout.needed_bytes(context) + self.layout.state_bytes),
@@ -106,14 +106,18 @@ class DecoderWork:
 
     def prefill(self, num_tokens: int) -> StepWork:
         """All tokens of one prompt at once, the logits of the last: K and V are written once."""
-        attention = sum(map(sum, map(self._attended, range(1, num_tokens + 1)))) if self._has_windows else 0
-        if not self._has_windows:
-            attention = sum(self._attended(1)) * num_tokens * (num_tokens + 1) // 2
         return StepWork(
             weight_bytes=self._weights_read(num_tokens),
             kv_bytes=self.layout.needed_bytes(num_tokens) + self.layout.state_bytes,
-            flops=2 * (num_tokens * self._parameters_per_token + self.head_parameters + attention) / self.ranks,
+            flops=self.request_flops(num_tokens, 1) / self.ranks,
         )
+
+    def request_flops(self, num_prompt: int, num_output: int, num_cached: int = 0) -> float:
+        """Of a whole request on all ranks: every prompt token that was not cached, every output token but the last,
+        which is not read any more, and the logits of all output tokens."""
+        last = num_prompt + num_output - 1
+        attention = self._attention(last) - self._attention(num_cached)
+        return 2 * ((last - num_cached) * self._parameters_per_token + num_output * self.head_parameters + attention)
 
     def compute_bound_batch(self, machine: Machine, context: int) -> int | None:
         """The smallest batch whose decode step is bound by arithmetic; None: reading K and V takes longer in any."""
@@ -138,14 +142,20 @@ class DecoderWork:
         share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
         return self.dense_parameters + self.expert_parameters * share
 
-    @property
-    def _has_windows(self) -> bool:
-        return any(layer.window is not None for layer in self.architecture.keys)
+    def _attention(self, num_tokens: int) -> int:
+        """Multiply-adds of the first `num_tokens` queries: the i-th sees i tokens, or its layer's window."""
+        total = 0
+        for per_token, window in self._attention_layers:
+            inside = min(num_tokens, window or num_tokens)
+            total += per_token * (inside * (inside + 1) // 2 + (num_tokens - inside) * (window or 0))
+        return total
 
-    def _attended(self, context: int) -> list[int]:
-        """Multiply-adds of one query in each layer: q·k and the sum over v, for every token that it sees."""
+    def _attended(self, context: int) -> int:
+        """Multiply-adds of one query that sees `context` tokens."""
+        return sum(per_token * min(context, window or context) for per_token, window in self._attention_layers)
+
+    @property
+    def _attention_layers(self) -> list[tuple[int, int | None]]:
+        """For each layer (multiply-adds of a query and one token that it sees: q·k and the sum over v, window)."""
         heads = self.architecture.num_attention_heads
-        return [
-            heads * (layer.head_dim_k + layer.head_dim_v) * min(context, layer.window or context)
-            for layer in self.architecture.keys
-        ]
+        return [(heads * (layer.head_dim_k + layer.head_dim_v), layer.window) for layer in self.architecture.keys]

@@ -8,6 +8,7 @@ from typing import Any
 from llmq.profiles.load.arrivals import Arrival
 from llmq.profiles.load.measurement import Measurement
 from llmq.profiles.load.metrics import PERCENTILES, Distribution, RequestRecord
+from llmq.profiles.load.utilization import Utilization
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized")
 MEANINGS = {
@@ -24,7 +25,9 @@ CSV_COLUMNS = (
 )
 
 
-def as_dict(one: Measurement, price_per_hour: float | None = None) -> dict[str, Any]:
+def as_dict(
+    one: Measurement, price_per_hour: float | None = None, utilization: Utilization | None = None
+) -> dict[str, Any]:
     """Seconds, tokens, dollars; latencies with mean, percentiles, highest and the number of values."""
     summary, pacing = one.summary, one.workload.pacing
     return {
@@ -51,7 +54,7 @@ def as_dict(one: Measurement, price_per_hour: float | None = None) -> dict[str, 
         "dollars_per_million_tokens": None if price_per_hour is None else one.goodput.costs(price_per_hour),
         "prefix_cache": _prefix_cache(one),
         "saturation": None if one.saturation is None else {**asdict(one.saturation), "is_over": one.is_saturated},
-        "mfu": None,  # needs the model's FLOPs and the device's peak
+        "mfu": None if utilization is None else utilization.mfu(one),
     }
 
 
@@ -122,9 +125,10 @@ def _rounded(seconds: float | None) -> Any:
     return "" if seconds is None else round(seconds, 6)
 
 
-def notes(one: Measurement) -> list[str]:
+def notes(one: Measurement, utilization: Utilization | None = None) -> list[str]:
     """What a reader must know before believing the figures."""
-    return [note for rule in _RULES if (note := rule(one))]
+    found = [note for rule in _RULES if (note := rule(one))]
+    return found if utilization is not None else [*found, _NO_MFU]
 
 
 def _saturation_note(one: Measurement) -> str | None:
@@ -164,6 +168,17 @@ def _length_note(one: Measurement) -> str | None:
     return f"{one.num_ended_early} answers ended before the length asked for: TPOT and throughput are of shorter ones."
 
 
+def _prompt_note(one: Measurement) -> str | None:
+    asked = sum(arrival.num_prompt_tokens for arrival, _ in one.answered)
+    came = one.summary.prompt_tokens
+    if not asked or abs(came / asked - 1) < 0.05:
+        return None
+    return (
+        f"Prompts were {abs(came / asked - 1):.0%} {'longer' if came > asked else 'shorter'} than asked, on average: "
+        "they are made of words, to which the server adds tokens of its own."
+    )
+
+
 def _itl_note(one: Measurement) -> str | None:
     spread = one.summary.num_answered - one.summary.num_itl_exact
     if not spread:
@@ -184,8 +199,7 @@ def _lag_note(one: Measurement) -> str | None:
     )
 
 
-def _mfu_note(one: Measurement) -> str | None:
-    return "MFU is left out: it needs the model's FLOPs a token and the device's peak, which a server does not tell."
+_NO_MFU = "MFU is left out: it needs the model and the device's peak, which a server does not tell (--gpu, --facts)."
 
 
 def _error_note(one: Measurement) -> str | None:
@@ -193,4 +207,4 @@ def _error_note(one: Measurement) -> str | None:
     return f"{errors} of {one.summary.num_requests} requests were not answered." if errors else None
 
 
-_RULES = (_saturation_note, _error_note, _steady_note, _length_note, _lag_note, _itl_note, _tail_note, _mfu_note)
+_RULES = (_saturation_note, _error_note, _steady_note, _length_note, _prompt_note, _lag_note, _itl_note, _tail_note)

@@ -131,6 +131,21 @@ def test_a_table_for_people(stub):
     assert "p99 of 8 requests" in shown
 
 
+def test_mfu_where_the_model_and_the_peak_are_known(stub, tmp_path, shared):
+    config = (shared / "data/configs/verbatim/meta-llama--Meta-Llama-3.1-8B_config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    options = ("--rate", "inf", "--requests", "4", "--prompt-tokens", "30", "--output-tokens", "5")
+    mfu = ("--gpu", "h100", "--facts", tmp_path)
+    found = json.loads(bench(stub(), *options, *mfu, "--json").stdout)
+    # 34 tokens are read and 5 heads computed of each: 2 FLOPs a weight, attention beside it is next to nothing.
+    layers, head = 8_030_261_248 - 2 * 128_256 * 4096, 128_256 * 4096
+    flops = 4 * 2 * (34 * layers + 5 * head)
+    assert found["mfu"] == pytest.approx(flops / found["duration_s"] / 989e12, rel=0.01)
+    shown = bench(stub(), *options, *mfu, "--tp", "2").stdout
+    assert "MFU (2 × H100 SXM, 989 TFLOP/s)" in shown
+    assert "MFU is left out" not in shown
+
+
 @pytest.mark.parametrize(("slo", "code"), [("ttft=10s@p50", 0), ("ttft=1ms@p50", 1), ("ttft=10s@p99", 3)])
 def test_the_exit_code_is_the_verdict(stub, slo, code):
     bench(stub(), "--rate", "inf", "--requests", "4", "--output-tokens", "2", "--slo", slo, code=code)
@@ -224,6 +239,8 @@ def test_a_body_of_one_s_own_goes_into_each_request(stub):
         (["--slo", "ttft=1"], "no limit"),
         (["--rate", "inf", "--duration", "5"], "all at once"),
         (["--endpoint", "embeddings"], "--endpoint embeddings: one of completions, chat"),
+        (["--gpu", "h100"], "give --facts"),
+        (["--facts", "x"], "name it"),
         (["--threads", "2"], "--threads is of a model served here"),
         (["--csv", "/no/such/folder/x.csv"], "cannot be written"),
         (["--trace", "none.csv"], "no such trace"),

@@ -60,6 +60,15 @@ def test_windows_bound_what_is_read_and_attended():
     assert full.prefill(300).flops - windowed.prefill(300).flops == 2 * 32 * 32 * 256 * (300 * 301 // 2 - seen)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_request_is_its_prefill_and_its_decode_steps(window):
+    found = work({**LLAMA_8B, "model_type": "mistral", "sliding_window": window})
+    steps = found.prefill(20).flops + sum(found.decode(1, 20 + number).flops for number in range(1, 5))
+    assert found.request_flops(20, 5) == steps
+    cached = sum(found.decode(1, position).flops - 2 * found.head_parameters for position in range(1, 13))
+    assert found.request_flops(20, 5, num_cached=12) == steps - cached
+
+
 def test_experts_are_read_as_tokens_need_them():
     found = work(MIXTRAL)
     assert found.experts_read(1) == 2 / 8

@@ -1,0 +1,53 @@
+"""A model's work and a GPU's rates, as `profile` and `bench` ask for them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmq.profiles.errors import InputError
+
+if TYPE_CHECKING:
+    from llmq.profiles.roofline import DecoderWork, Machine
+
+# The format that products are computed in, by --weights; integers of 2 to 8 bits are unpacked to 16 bit.
+_COMPUTE = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
+
+
+def decoder_work(
+    path: Path, weights: str | None = None, kv_dtype: str = "auto", tp: int = 1
+) -> "tuple[DecoderWork, str, str]":
+    """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it."""
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.checkpoint import has_weights, read_checkpoint, read_config, read_quantization
+    from llmq.profiles.kv_spec import KVCacheLayout
+    from llmq.profiles.roofline import DecoderWork
+    from llmq.profiles.weight_size import weight_size
+    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.dtypes import Dtypes, parse_dtype
+
+    config = read_config(path)
+    architecture = ModelArchitecture.from_config(config).require_runnable()
+    engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
+    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
+    if tp not in architecture.valid_tensor_parallel:
+        raise InputError(f"--tp {tp}: one of {', '.join(map(str, architecture.valid_tensor_parallel))}")
+    layout = KVCacheLayout.of(
+        architecture, dtypes.kv_dtype, tensor_parallel=tp, dynamic_scales=not dtypes.has_static_kv_scales
+    )
+    is_stored = weights is None and has_weights(path)
+    num_bytes = (
+        read_checkpoint(path).held_bytes(dtypes.float_bytes) if is_stored else weight_size(path, weights).num_bytes
+    )
+    return DecoderWork.of(config, layout, num_bytes, tp), dtypes.kv_dtype, dtypes.dtype
+
+
+def datasheet(gpu: str, weights: str | None = None) -> "Machine":
+    from llmq.profiles.devices import find_device
+    from llmq.profiles.roofline import Machine
+
+    device = find_device(gpu)
+    wanted = _COMPUTE.get((weights or "").lower(), "bf16_tflops")
+    field = next((name for name in (wanted, "bf16_tflops", "fp16_tflops") if getattr(device, name)), None)
+    if field is None or not device.bandwidth_bytes_per_s:
+        raise InputError(f"--gpu {gpu}: devices.toml has no rates of it")
+    how = f"datasheet, dense {field.partition('_')[0].upper()}: {device.source}"
+    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how)
