@@ -14,7 +14,10 @@ from llmq.profiles.units import parse_bytes, parse_tokens
 if TYPE_CHECKING:
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.budget import Budget, Memory
+    from llmq.profiles.kv_spec import KVCacheLayout
     from llmq.profiles.users import Users
+    from llmq.profiles.weight_size import WeightSize
+    from llmq.runtime.dtypes import Dtypes
 
 app = typer.Typer(add_completion=False)
 
@@ -51,10 +54,8 @@ def kv_budget(
     from llmq.cli.kv_budget_text import print_budget
     from llmq.profiles.architecture import ModelArchitecture, names_dtype
     from llmq.profiles.budget import Budget
-    from llmq.profiles.checkpoint import find_model, has_weights, read_checkpoint, read_config, read_quantization
-    from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
+    from llmq.profiles.checkpoint import find_model, read_config, read_quantization
     from llmq.profiles.step_memory import step_memory
-    from llmq.profiles.weight_size import weight_size
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes, parse_dtype
     from llmq.runtime.memory import most_blocks
@@ -70,23 +71,9 @@ def kv_budget(
     architecture = _known(ModelArchitecture.from_config(config))
     engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
     dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
-    # With the weights at hand, as serve decides it; for a config alone, as the format has it.
-    if kv_scales in ("static", "dynamic") and KV_DTYPES[dtypes.kv_dtype].bits >= 16:
-        raise InputError(f"--kv-scales {kv_scales}: a KV-cache in {dtypes.kv_dtype} has no scales; see --kv-dtype")
-    as_served = not dtypes.has_static_kv_scales if has_weights(path) else None
-    layout = KVCacheLayout.of(
-        architecture,
-        dtypes.kv_dtype,
-        block_tokens=block_size,
-        tensor_parallel=tp,
-        dynamic_scales=_choice("--kv-scales", kv_scales, {"auto": as_served, "static": False, "dynamic": True}),
-    )
-    sizes = weight_size(path, weights)
-    if weights is None and has_weights(path):
-        held_bytes = read_checkpoint(path).held_bytes(dtypes.float_bytes)
-        if held_bytes != sizes.num_bytes:
-            sizes = replace(sizes, num_bytes=held_bytes, how=f"as stored, held in {dtypes.dtype}", parts=())
-    rank_weights = -(-sizes.num_bytes // tp)
+    layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
+    sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
+    rank_weights = -(-sizes.num_bytes // tp) if sizes else 0
     budget = Budget(
         architecture=architecture,
         layout=layout,
@@ -162,6 +149,43 @@ def _write(path: Path, page: str) -> None:
     except OSError as error:
         raise InputError(f"--plot {path}: {error.strerror}") from None
     console.status(f"wrote {path}")
+
+
+def _layout(
+    path: Path, architecture: "ModelArchitecture", dtypes: "Dtypes", *, block_tokens: int, ranks: int, kv_scales: str
+) -> "KVCacheLayout":
+    from llmq.profiles.checkpoint import has_weights
+    from llmq.profiles.kv_spec import KV_DTYPES, KVCacheLayout
+
+    if kv_scales in ("static", "dynamic") and KV_DTYPES[dtypes.kv_dtype].bits >= 16:
+        raise InputError(f"--kv-scales {kv_scales}: a KV-cache in {dtypes.kv_dtype} has no scales; see --kv-dtype")
+    # With the weights at hand, as serve decides it; for a config alone, as the format has it.
+    as_served = not dtypes.has_static_kv_scales if has_weights(path) else None
+    return KVCacheLayout.of(
+        architecture,
+        dtypes.kv_dtype,
+        block_tokens=block_tokens,
+        tensor_parallel=ranks,
+        dynamic_scales=_choice("--kv-scales", kv_scales, {"auto": as_served, "static": False, "dynamic": True}),
+    )
+
+
+def _weights(path: Path, wanted: str | None, dtypes: "Dtypes", *, are_needed: bool) -> "WeightSize | None":
+    """None: not known from config.json alone, and what a token takes is known without them."""
+    from llmq.profiles.checkpoint import has_weights, read_checkpoint
+    from llmq.profiles.weight_size import UnknownWeightsError, weight_size
+
+    try:
+        sizes = weight_size(path, wanted)
+    except UnknownWeightsError:
+        if are_needed:
+            raise
+        return None
+    if wanted is None and has_weights(path):
+        held_bytes = read_checkpoint(path).held_bytes(dtypes.float_bytes)
+        if held_bytes != sizes.num_bytes:
+            return replace(sizes, num_bytes=held_bytes, how=f"as stored, held in {dtypes.dtype}", parts=())
+    return sizes
 
 
 def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:

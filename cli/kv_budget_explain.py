@@ -46,6 +46,8 @@ def _explain_kv(budget: Budget) -> list[str]:
 
 
 def _explain_weights(budget: Budget) -> list[str]:
+    if budget.weights is None:
+        return []
     parts = [f"weights, {what}: {num_bytes:,} B" for what, num_bytes in budget.weights.parts]
     split = f" / {budget.ranks} ranks = {format_bytes(budget.rank_weight_bytes)}" if budget.ranks > 1 else ""
     return [*parts, f"weights: {budget.weights.num_bytes:,} B{split}"]
@@ -94,16 +96,16 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
             "sequence_bytes": budget.sequence_bytes,
             "reserved_bytes": budget.reserved_bytes,
             "uniform_bytes": budget.uniform_bytes,
-            "weight_bytes": budget.rank_weight_bytes,
+            "weight_bytes": budget.rank_weight_bytes if budget.weights else None,
             "block_bytes": layout.block_bytes,
         },
         "total": {
             "bytes_per_token": layout.bytes_per_token * budget.ranks,
             "sequence_bytes": budget.sequence_bytes * budget.ranks,
             "sequence_bytes_without_gqa": budget.without_gqa_bytes(),
-            "weight_bytes": budget.weights.num_bytes,
+            "weight_bytes": budget.weights.num_bytes if budget.weights else None,
         },
-        "weights": budget.weights.how,
+        "weights": budget.weights.how if budget.weights else None,
         "layers": [
             {
                 "kind": arch.attention[group.layers[0]].kind,

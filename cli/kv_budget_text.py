@@ -69,7 +69,8 @@ def _kv_rows(budget: Budget) -> list[list[str]]:
     without = budget.without_gqa_bytes()
     if without is not None and arch.num_kv_heads < arch.num_attention_heads:
         rows.append(_row(f"  without GQA ({arch.num_attention_heads} KV heads)", without // ranks, ranks, form))
-    rows.append(_row(f"weights ({budget.weights.how})", budget.rank_weight_bytes, ranks, format_bytes_both))
+    if budget.weights:
+        rows.append(_row(f"weights ({budget.weights.how})", budget.rank_weight_bytes, ranks, format_bytes_both))
     return rows
 
 
@@ -169,8 +170,10 @@ def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
     if held[-1] > 1:
         what = "KV head" if arch.keys[0].head_dim_v else "latent"
         notes.append(f"Each {what} is held by {' or '.join(map(str, held))} ranks.")
-    if budget.ranks > 1:
+    if len(arch.valid_tensor_parallel) > 1:
         notes.append(f"Valid --tp: {', '.join(map(str, arch.valid_tensor_parallel))}.")
+    if budget.weights is None:
+        notes.append("What the weights take is not known from config.json alone: say it with --weights 40GiB.")
     if budget.memory is None:
         notes.append("Give --gpu h100 or --memory 80GiB to see how many fit.")
     elif budget.memory.kv_cache_bytes < 0:

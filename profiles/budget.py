@@ -50,7 +50,7 @@ class Budget:
     layout: KVCacheLayout  # of one rank
     ranks: int
     num_tokens: int
-    weights: WeightSize  # of all ranks together
+    weights: WeightSize | None  # of all ranks together; None: not known, and not asked for
     step_tokens: int
     memory: Memory | None = None
     most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
@@ -58,8 +58,9 @@ class Budget:
 
     @property
     def rank_weight_bytes(self) -> int:
-        """Evenly split: what ranks hold twice (norms, a KV head that several share) is below a thousandth."""
-        return -(-self.weights.num_bytes // self.ranks)
+        """Evenly split, 0 where it is not known. What ranks hold twice (norms, a KV head that several share) is below a
+        thousandth."""
+        return -(-self.weights.num_bytes // self.ranks) if self.weights else 0
 
     @property
     def margin_bytes(self) -> int | None:

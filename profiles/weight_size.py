@@ -18,6 +18,10 @@ from llmq.profiles.weight_table import WEIGHT_ROWS
 _AUTO_GROUPS = (128, 64, 32)
 
 
+class UnknownWeightsError(InputError):
+    """How many bytes the weights take is not known from config.json alone."""
+
+
 @dataclass(frozen=True)
 class WeightSize:
     num_bytes: int
@@ -28,8 +32,8 @@ class WeightSize:
 def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
     """Weight bytes of the model at `path` (a folder, or a config.json alone).
 
-    `wanted`: a size ("40GiB"), a scheme ("fp8", "w4g64"), or None for the model as it is. Raises InputError where only
-    the weights themselves could tell.
+    `wanted`: a size ("40GiB"), a scheme ("fp8", "w4g64"), or None for the model as it is. Raises
+    UnknownWeightsError where only the weights themselves could tell.
     """
     config = read_config(path)
     if wanted is not None:
@@ -139,7 +143,7 @@ def other_parameters(config: dict[str, Any]) -> int:
 def _family(config: dict[str, Any]) -> DecoderFamily:
     family = ModelArchitecture.from_config(config).family
     if family is None:
-        raise InputError(
+        raise UnknownWeightsError(
             f"what weights model_type {_text_config(config).get('model_type')!r} has is not known from its config.json "
             "alone; say how many bytes they take: --weights 40GiB"
         )
@@ -168,7 +172,7 @@ def storage_bytes(config: dict[str, Any], storage: WeightStorage) -> int:
 def storage_parts(config: dict[str, Any], storage: WeightStorage) -> tuple[tuple[str, int], ...]:
     """(what, bytes) of each kind of linear and of what stays unquantized."""
     if "text_config" in config:
-        raise InputError(
+        raise UnknownWeightsError(
             "this config.json describes more than a text decoder, whose weights it does not give; "
             "say how many bytes they take: --weights 40GiB"
         )
@@ -206,7 +210,7 @@ def _declared_storage(path: Path, config: dict[str, Any]) -> WeightStorage:
         return parse_storage({"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"), config)
     storage = declared_storage(quantization)
     if storage is None:
-        raise InputError(
+        raise UnknownWeightsError(
             f"how many bytes weights quantized by {quantization.get('quant_method')!r} take is not known from their "
             "config alone; say it: --weights 40GiB, or a scheme (bf16, fp8, int8, w4, w4g64)"
         )

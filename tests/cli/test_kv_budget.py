@@ -277,8 +277,12 @@ def test_what_transformers_runs_is_said_to_be_its(folder):
 def test_a_known_cache_does_not_make_the_weights_known(folder):
     model = folder({**SMOLLM2, "model_type": "stablelm"})
     assert budget(model, "--weights", "1GiB")["total"]["bytes_per_token"] == 23_040
-    with pytest.raises(InputError, match=r"'stablelm' .* --weights 40GiB"):
-        text(model)
+    # Without a memory nobody asks for them.
+    assert budget(model)["total"] | {"bytes_per_token": 23_040, "weight_bytes": None} == budget(model)["total"]
+    assert "What the weights take is not known" in text(model, "--explain", "--kv-cache-memory", "1GiB")
+    for memory in (("--memory", "1GiB"), ("--gpu", "h100"), ("--weights", "fp8")):
+        with pytest.raises(InputError, match=r"'stablelm' .* --weights 40GiB"):
+            text(model, *memory)
 
 
 MLA = {
