@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llmq.profiles.slo import Slo
 
 DEFAULT_REQUESTS, DEFAULT_PROMPT_TOKENS, DEFAULT_OUTPUT_TOKENS = 100, 256, 64
-SWEEP_DURATION_S, SWEEP_LEAST_REQUESTS = 30.0, 20
+SWEEP_DURATION_S, SWEEP_LEAST_REQUESTS = 30.0, 40
 
 # (options, what makes them meaningless, why): tried in order.
 _CONFLICTS = (

@@ -281,7 +281,7 @@ def test_a_duration_makes_requests_at_the_rate():
     assert len(BenchPlan(rate="4", duration=20.0, warmup=5).workload().lengths) == 85
     swept = BenchPlan(rate="4", slo_text="ttft=1s", sweep=True, warmup=0)
     assert len(swept.workload(10.0).lengths) == 300
-    assert len(swept.workload(0.1).lengths) == 20
+    assert len(swept.workload(0.1).lengths) == 40
 
 
 def test_our_own_server_with_a_key_takes_ids_and_ignores_eos(tiny_llama):

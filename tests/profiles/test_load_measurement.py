@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import random
 
 import httpx
 import pytest
@@ -165,6 +166,23 @@ def test_over_saturation_is_seen(rate, is_over):
     assert any("OVER-SATURATED" in note for note in report.notes(one)) is is_over
     if is_over:
         assert one.saturation.num_finished / one.saturation.window_s == pytest.approx(2.5, rel=0.1)
+
+
+def queued(load: float, seed: int, *, slots: int = 8, requests: int = 100, warmup: int = 10) -> Saturation:
+    """A simulated queue: Poisson arrivals at `load` times what `slots` places finish, service times 0.3 to 1.7."""
+    draw, time_s, free_s, records = random.Random(seed), 0.0, [0.0] * slots, []
+    for _ in range(requests + warmup):
+        place = free_s.index(min(free_s))
+        begin_s = max(time_s, free_s[place])
+        free_s[place] = begin_s + draw.uniform(0.3, 1.7)
+        records.append(RequestRecord(time_s, time_s, (begin_s + 0.1,), end_s=free_s[place], num_output_tokens=10))
+        time_s += draw.expovariate(load * slots)
+    return Saturation.of(records, warmup)
+
+
+@pytest.mark.parametrize(("load", "least", "most"), [(0.7, 0, 2), (1.25, 60, 95), (1.5, 96, 100)])
+def test_over_saturation_is_rarely_said_of_a_queue_that_holds(load, least, most):
+    assert least <= sum(queued(load, seed).is_over for seed in range(100)) <= most
 
 
 def test_a_queue_that_grows_while_nothing_is_answered_is_over_saturated():
