@@ -173,7 +173,8 @@ def _layout(
 def _weights(path: Path, wanted: str | None, dtypes: "Dtypes", *, are_needed: bool) -> "WeightSize | None":
     """None: not known from config.json alone, and what a token takes is known without them."""
     from llmq.profiles.checkpoint import has_weights, read_checkpoint
-    from llmq.profiles.weight_size import UnknownWeightsError, weight_size
+    from llmq.profiles.linear_shape import UnknownWeightsError
+    from llmq.profiles.weight_size import weight_size
 
     try:
         sizes = weight_size(path, wanted)

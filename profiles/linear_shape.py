@@ -1,6 +1,12 @@
-"""The shape of a linear."""
+"""The shape of a linear, and what is said where shapes are not known."""
 
 from dataclasses import dataclass
+
+from llmq.profiles.errors import InputError
+
+
+class UnknownWeightsError(InputError):
+    """How many bytes the weights take is not known from config.json alone."""
 
 
 @dataclass(frozen=True)

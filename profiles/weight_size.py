@@ -9,17 +9,13 @@ from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint, read_config, read_quantization
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, value
-from llmq.profiles.linear_shape import LinearShape
+from llmq.profiles.linear_shape import LinearShape, UnknownWeightsError
 from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
 from llmq.profiles.weight_storage import WEIGHT_SHAPE_BYTES, WeightStorage, declared_storage
 from llmq.profiles.weight_table import WEIGHT_ROWS
 
 _AUTO_GROUPS = (128, 64, 32)
-
-
-class UnknownWeightsError(InputError):
-    """How many bytes the weights take is not known from config.json alone."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.layer_patterns import ONE, Config, Field, field
-from llmq.profiles.linear_shape import LinearShape
+from llmq.profiles.linear_shape import LinearShape, UnknownWeightsError
 
 _NO = Field((), 0)
 _HIDDEN_EXPERT = field("moe_intermediate_size")
@@ -17,8 +17,8 @@ class WeightRow:
 
     attention: q, k and v of heads, or multi-head latent attention, with an indexer beside it where `indexer`.
     sinks: a number for each head that attention sees as one more key. experts: in all layers but the first `dense`; 0:
-    none. shared: experts that every token passes, as one MLP of so many times the width of one. router_bias: a number
-    for each expert that its score gets.
+    none. shared: experts that every token passes, as one MLP of so many times the width of one; or of `shared_width`,
+    with a gate of one number. router_bias: a number for each expert that its score gets.
     """
 
     attention: Literal["heads", "latent"] = "heads"
@@ -32,10 +32,12 @@ class WeightRow:
     experts: Field = _NO
     expert_width: Field = _HIDDEN_EXPERT
     shared: Field = _NO
+    shared_width: Field = _NO
     router_bias: bool = False
     expert_bias: bool = False
 
     def linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
+        _require_regular(config)
         layers, hidden = arch.num_layers, arch.hidden_size
         made = (_latent_linears if self.attention == "latent" else self._head_linears)(arch, config)
         if self.indexer:
@@ -53,8 +55,8 @@ class WeightRow:
         if experts and layers > dense:
             width, sparse = self.expert_width.number(config), layers - dense
             made += _mlp("mlp.experts.", width, hidden, sparse * experts, self.expert_bias)
-            if shared := self.shared.of(config):
-                made += _mlp("mlp.shared_experts.", width * shared, hidden, sparse)
+            if shared := self.shared_width.of(config) or width * (self.shared.of(config) or 0):
+                made += _mlp("mlp.shared_experts.", shared, hidden, sparse)
         return made
 
     def others(self, arch: ModelArchitecture, config: Config) -> int:
@@ -66,7 +68,7 @@ class WeightRow:
             norms += 2 * field("index_head_dim").number(config) * sum(layer.index_bytes > 0 for layer in arch.keys)
         experts = self.experts.of(config) or 0
         sparse = max(0, layers - (self.dense.of(config) or 0))
-        routers = sparse * experts * (hidden + self.router_bias)
+        routers = sparse * (experts * (hidden + self.router_bias) + hidden * bool(self.shared_width.of(config)))
         biases = sum(linear.out_features * linear.count for linear in self.linears(arch, config) if linear.bias)
         return embeddings + norms + routers + biases + layers * arch.num_attention_heads * self.sinks
 
@@ -84,6 +86,19 @@ class WeightRow:
         kind = self.qk_norm if self.qk_norm_switch.of(config) else None
         heads = {None: 0, "head": 2, "projection": arch.num_attention_heads + arch.num_kv_heads}[kind]
         return heads * arch.head_dim
+
+
+# Ways to say that experts are in other layers than all but the first few, and what says nothing.
+_IRREGULAR = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_layer_freq": 1}
+
+
+def _require_regular(config: Config) -> None:
+    for key, regular in _IRREGULAR.items():
+        if config.get(key) not in (None, regular):
+            raise UnknownWeightsError(
+                f"config.json: which layers have experts is not known with {key} {config[key]!r}; "
+                "say how many bytes the weights take: --weights 40GiB"
+            )
 
 
 def _latent_linears(arch: ModelArchitecture, config: Config) -> list[LinearShape]:
@@ -126,7 +141,7 @@ _ATTENTION_BIAS = field("attention_bias", default=False)
 # Multi-token-prediction layers, which no engine needs to serve, are not counted.
 WEIGHT_ROWS = {
     "deepseek_v2": WeightRow(**_DEEPSEEK),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), WeightRow(**_DEEPSEEK, router_bias=True)),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), WeightRow(**_DEEPSEEK, router_bias=True)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), WeightRow(**_DEEPSEEK, router_bias=True, indexer=True)),
     "glm4_moe": WeightRow(
         qkv_bias=_ATTENTION_BIAS,
@@ -142,6 +157,29 @@ WEIGHT_ROWS = {
         experts=field("num_local_experts"),
         expert_width=field("intermediate_size"),
         router_bias=True,
+    ),
+    "dots1": WeightRow(
+        **{**_DEEPSEEK, "attention": "heads"}, qkv_bias=_ATTENTION_BIAS, qk_norm="head", router_bias=True
+    ),
+    **dict.fromkeys(("ministral", "ministral3"), WeightRow()),
+    "olmo3": WeightRow(qkv_bias=_ATTENTION_BIAS, o_bias=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmoe": WeightRow(
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="projection",
+        experts=field("num_experts"),
+        expert_width=field("intermediate_size"),
+    ),
+    "granitemoe": WeightRow(
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        experts=field("num_local_experts"),
+        expert_width=field("intermediate_size"),
+    ),
+    "qwen2_moe": WeightRow(
+        qkv_bias=field("qkv_bias", default=True),
+        experts=field("num_experts"),
+        shared_width=field("shared_expert_intermediate_size"),
     ),
     "gpt_oss": WeightRow(
         qkv_bias=field("attention_bias", default=True),

@@ -4,6 +4,7 @@ import pytest
 
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
+from llmq.profiles.linear_shape import UnknownWeightsError
 from llmq.profiles.weight_size import (
     linear_shapes,
     other_parameters,
@@ -96,6 +97,21 @@ DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
         {"model_type": "glm4_moe", **SMALL, "head_dim": 32, "n_routed_experts": 8, "use_qk_norm": True},
         {"model_type": "minimax_m2", **SMALL, "head_dim": 32, "num_local_experts": 8},
         {"model_type": "gpt_oss", **SMALL, "head_dim": 32, "num_local_experts": 8},
+        {"model_type": "glm4_moe_lite", **MLA, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {
+            "model_type": "dots1",
+            **SMALL,
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+        {"model_type": "ministral", **SMALL, "head_dim": 32},
+        {"model_type": "ministral3", **SMALL, "head_dim": 32},
+        {"model_type": "olmo3", **SMALL, "attention_bias": True},
+        {"model_type": "olmoe", **SMALL, "num_experts": 8},
+        {"model_type": "granitemoe", **SMALL, "num_local_experts": 8},
+        {"model_type": "qwen2_moe", **SMALL, "num_experts": 8, "shared_expert_intermediate_size": 80},
         {"model_type": "seed_oss", **SMALL, "head_dim": 32, "attention_bias": True, "attention_out_bias": False},
     ],
     ids=lambda config: config["model_type"],
@@ -108,6 +124,14 @@ def test_parameters_that_only_the_planner_counts_are_those_that_transformers_mak
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     choice = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert parameter_count(config) == sum(one.numel() for one in (*model.parameters(), *choice))
+
+
+@pytest.mark.parametrize("changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"moe_layer_freq": 2}])
+def test_experts_in_layers_of_their_own_choice_are_not_guessed(changes):
+    config = {"model_type": "qwen2_moe", **SMALL, "num_experts": 8, "shared_expert_intermediate_size": 80}
+    assert parameter_count({**config, "decoder_sparse_step": 1, "mlp_only_layers": []})
+    with pytest.raises(UnknownWeightsError, match="--weights 40GiB"):
+        parameter_count({**config, **changes})
 
 
 @pytest.mark.parametrize(
