@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.load.arrivals import Arrival
 
+_MOST_EXACT = 1 << 22  # blocks up to which the sum of all users is computed exactly
 ENOUGH = 0.99  # how likely blocks shall suffice at a random moment
 
 
@@ -42,6 +44,11 @@ class HeldBlocks:
             return 0
         # The characteristic function of a sum is a product. Nothing lies 12 deviations above the mean to wrap around.
         reach = num_users * self.mean + 12 * (num_users * self.variance) ** 0.5 + len(self.probability)
+        if reach > _MOST_EXACT:
+            # So many draws that their sum is normal.
+            return round(
+                NormalDist(num_users * self.mean, (num_users * self.variance) ** 0.5 or 1e-9).inv_cdf(quantile)
+            )
         size = 1 << int(min(reach, num_users * (len(self.probability) - 1)) + 1).bit_length()
         sums = np.fft.irfft(np.fft.rfft(self.probability, size) ** num_users, size)
         return int(np.searchsorted(np.cumsum(sums), quantile - 1e-9))

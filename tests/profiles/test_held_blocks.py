@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from llmq.profiles import held_blocks as module
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
 from llmq.profiles.held_blocks import HeldBlocks, held_blocks
@@ -75,6 +76,17 @@ def test_many_users_hold_what_draws_hold():
     drawn = rng.choice(40, size=(20_000, 100), p=probability).sum(axis=1)
     for quantile in (0.5, 0.99):
         assert made.in_use(100, quantile) == pytest.approx(np.quantile(drawn, quantile), rel=0.01)
+
+
+def test_beyond_what_is_exact_the_sum_is_normal(monkeypatch):
+    rng = np.random.default_rng(1)
+    made = HeldBlocks((shares := rng.random(60)) / shares.sum(), 1)
+    exact = [made.in_use(500, quantile) for quantile in (0.5, 0.99)]
+    monkeypatch.setattr(module, "_MOST_EXACT", 100)
+    assert [made.in_use(500, quantile) for quantile in (0.5, 0.99)] == pytest.approx(exact, rel=1e-3)
+    # A pool that no machine has is no reason to compute for minutes.
+    monkeypatch.undo()
+    assert made.most_users(lambda _: 10**12) == pytest.approx(10**12 / made.mean, rel=1e-3)
 
 
 def test_most_users_is_the_most():
