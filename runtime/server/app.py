@@ -13,7 +13,7 @@ from llmq.runtime.server.callers import ApiKeys, Caller
 from llmq.runtime.server.chat_schema import ChatRequest
 from llmq.runtime.server.errors import ApiError, unavailable
 from llmq.runtime.server.page import PAGE_ROUTES, add_page_routes
-from llmq.runtime.server.schema import CompletionRequest, GenerationRequest, explain
+from llmq.runtime.server.schema import CompletionRequest, GenerationRequest, StreamOptions, explain
 from llmq.runtime.server.service import Call, Service
 from llmq.runtime.server.streaming import ClientGoneError, EventStreamResponse, collect, events, until_disconnect
 from llmq.runtime.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
@@ -104,8 +104,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 async def _answer(service: Service, call: Call, body: GenerationRequest, request: Request) -> Response:
     deltas = call.generation.run(service.client, service.metrics)
     if body.stream:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        stream = events(call.generation, deltas, call.answer, include_usage=include_usage)
+        stream = events(call.generation, deltas, call.answer, body.stream_options or StreamOptions())
         return EventStreamResponse(stream, around=service.running(call))
     try:
         with service.running(call):

@@ -32,7 +32,14 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="vLLM's: the counts so far in every chunk.")
     include_obfuscation: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _check(self) -> "StreamOptions":
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("stream_options: continuous_usage_stats only with include_usage")
+        return self
 
 
 class JsonSchemaFormat(Strict):

@@ -13,6 +13,7 @@ from llmq.runtime.server.answers import Answer
 from llmq.runtime.server.errors import ApiError
 from llmq.runtime.server.generation import Choice, Generation
 from llmq.runtime.server.responses import SSE_DONE, Json, sse, usage
+from llmq.runtime.server.schema import StreamOptions
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[Choice, SequenceDelta], None]
@@ -53,9 +54,9 @@ async def collect(generation: Generation, deltas: Deltas, answer: Answer) -> Jso
 
 
 async def events(
-    generation: Generation, deltas: Deltas, answer: Answer, *, include_usage: bool
+    generation: Generation, deltas: Deltas, answer: Answer, options: StreamOptions
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, `timings` in the last one with a choice.
+    """The answer as server-sent events, `timings` in the last one with a choice, usage as `options` ask for it.
 
     An error after the first one is an event itself, and the last."""
     begun = False
@@ -65,15 +66,16 @@ async def events(
                 chunks = answer.chunks(choice, delta)
                 if chunks and not generation.num_unfinished:
                     chunks[-1]["timings"] = generation.timings()
+                so_far = usage(*generation.usage_counts()) if options.continuous_usage_stats else None
                 for chunk in chunks:
-                    yield sse(chunk | {"usage": None} if include_usage else chunk)
+                    yield sse(chunk | {"usage": so_far} if options.include_usage else chunk)
                     begun = True
     except ApiError as error:
         if not begun:
             raise
         yield sse(error.body)
         return
-    if include_usage:
+    if options.include_usage:
         yield sse(answer.usage_chunk(usage(*generation.usage_counts())))
     yield SSE_DONE
 

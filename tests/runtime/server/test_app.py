@@ -92,6 +92,24 @@ def test_stream_says_what_the_whole_says(serving: Callable, path: str):
     run(body())
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_every_chunk_says_how_many_tokens_so_far_when_asked_to(serving: Callable, path: str):
+    prompt = {"prompt": "ab"} if path == TEXT else {"messages": HI}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    async def body():
+        async with serving() as s:
+            chunks = await s.stream(path, **prompt, max_tokens=12, ignore_eos=True, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] <= 1
+        assert counts[-1] == 12
+        assert len(set(counts)) > 6
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {chunks[-1]["usage"]["prompt_tokens"]}
+
+    run(body())
+
+
 def test_usage_chunk_comes_only_when_asked_for(serving: Callable):
     async def body():
         async with serving() as s:
@@ -259,6 +277,7 @@ def test_scoring_without_generating(serving: Callable, tokenizer: Tokenizer):
         (TEXT, {"prompt": "a", "use_beam_search": True, "beam_width": 33}, "beam_width"),
         (TEXT, {"prompt": "a", "beam_width": 3}, "beam_width"),
         (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        (TEXT, {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "Hi"}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages"),
