@@ -32,7 +32,9 @@ def server_of(target: str, options: list[str], *, loading: str | None = None) ->
 
 
 def model_name(url: str, wanted: str | None, api_key: str | None) -> str:
-    """The model to ask for. Raises InputError where the server has it not, wants a key, or is none."""
+    """The model to ask for. Raises InputError where the server has it not, wants a key, or is none.
+
+    A server without a list of models is taken at the user's word."""
     import httpx
 
     from llmq.cli.local_server import authorization, error_message
@@ -43,10 +45,15 @@ def model_name(url: str, wanted: str | None, api_key: str | None) -> str:
         raise InputError(f"nothing answers at {url}: {error or type(error).__name__}") from None
     if response.status_code == 401:
         raise InputError(f"{url}: {error_message(response)} (--api-key, or LLMQ_API_KEY)")
+    if response.status_code == 404 and wanted is not None:
+        return wanted
     try:
         names = [one["id"] for one in response.raise_for_status().json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        raise InputError(f"{url}/v1/models is not OpenAI's list of models (status {response.status_code})") from None
+        raise InputError(
+            f"{url}/v1/models is not OpenAI's list of models (status {response.status_code}): is it the base "
+            "URL, before /v1? A server that has no list needs --model NAME"
+        ) from None
     if not names or (wanted is not None and wanted not in names):
         raise InputError(f"{url} has no model {wanted!r}; it has {', '.join(names) or 'none'}")
     return wanted or names[0]

@@ -27,7 +27,7 @@ class Stub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        if self.path != "/v1/models":
+        if self.path != "/v1/models" or self.server.mode == "no list":
             self._send(404, {})
         elif self.server.mode == "key" and self.headers["authorization"] != "Bearer sesame":
             self._send(401, {"error": {"message": "who are you?"}})
@@ -197,6 +197,14 @@ def test_errors_are_shown_apart_with_what_the_server_said(stub):
 def test_a_server_that_cannot_be_measured(stub, mode, kind, words):
     with pytest.raises(kind, match=words):
         bench(stub(mode), "--api-key", "wrong")
+
+
+def test_a_server_without_a_list_of_models_is_told_which(stub):
+    url = stub("no list")
+    with pytest.raises(InputError, match="needs --model NAME"):
+        bench(url)
+    bench(url, "--model", "mine", "--rate", "inf", "--requests", "2", "--output-tokens", "1")
+    assert {one["model"] for one in stub.servers[0].bodies} == {"mine"}
 
 
 def test_no_server():
