@@ -58,6 +58,8 @@ _MAX_DAMPING = 1.0
 BLOCK_COLUMNS = 128
 # Rounds of a sweep of coordinate descent and scales again, at the end: each further one costs as much as GPTQ itself.
 REFINEMENTS = 1
+# Numbers of a weight that are worked on at once, some rows after others: half a dozen copies of them are made.
+_MAX_NUMBERS = 2**22
 
 SETTINGS = {
     "damping": f"in_features / (2 · tokens), within {DAMPING} and {_LARGEST_DEFAULT_DAMPING}",
@@ -137,7 +139,8 @@ def _unit_upper(matrix: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor | N
     for start in range(0, len(order), BLOCK_COLUMNS):
         rows = backwards[start : start + BLOCK_COLUMNS]
         factor[start : start + len(rows)] = matrix[rows][:, backwards]
-    factor, info = torch.linalg.cholesky_ex(factor)
+    info = torch.empty((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
     if int(info):
         return None
     _reverse_in_place(factor)
@@ -170,8 +173,7 @@ class Rounded:
         return self.grid.values(self.q)
 
     def rows(self, rows: slice) -> "Rounded":
-        zero = None if self.grid.zero is None else self.grid.zero[rows]
-        return Rounded(self.q[rows], Grid(self.grid.scheme, self.grid.scale[rows], zero))
+        return Rounded(self.q[rows], self.grid.rows(rows))
 
 
 def gptq(
@@ -186,6 +188,19 @@ def gptq(
     Dead columns become zero, as in the paper's code: whatever they hold never reaches an output that was seen, and a
     large one would widen the grid of its neighbours.
     """
+    num_rows = max(1, _MAX_NUMBERS // weight.shape[1])
+    parts = [_gptq_rows(rows, hessian, scheme, scale_dtype, refinements) for rows in weight.split(num_rows)]
+    if len(parts) == 1:
+        return parts[0]
+    zeros = None if parts[0].grid.zero is None else torch.cat([part.grid.zero for part in parts])
+    return Rounded(
+        torch.cat([part.q for part in parts]), Grid(scheme, torch.cat([part.grid.scale for part in parts]), zeros)
+    )
+
+
+def _gptq_rows(
+    weight: Tensor, hessian: Hessian, scheme: WeightScheme, scale_dtype: torch.dtype, refinements: int
+) -> Rounded:
     weight = weight.masked_fill(hessian.dead, 0)
     grid = searched_grid(weight, scheme, scale_dtype, hessian.matrix.diagonal())
     q = round_with_feedback(weight, hessian, grid)

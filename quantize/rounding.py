@@ -32,6 +32,10 @@ class Grid:
     scale: Tensor
     zero: Tensor | None
 
+    def rows(self, rows: slice) -> "Grid":
+        """Of some rows of the weight."""
+        return Grid(self.scheme, self.scale[rows], None if self.zero is None else self.zero[rows])
+
     @property
     def bounds(self) -> tuple[int, int]:
         """The least and the largest q."""

@@ -5,6 +5,9 @@ from torch import Tensor
 
 from llmq.quantize.rounding import Grid
 
+# Numbers of the normal equations at once, [rows, num_groups, num_groups] in float64: 32 MiB.
+_MAX_NORMAL_NUMBERS = 2**22
+
 
 def refit_scales(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtype: torch.dtype) -> Grid:
     """`grid` with the scales that make E|(W' - W)x|^2 least for integers q [out, in]; gram: E[x x^T], [in, in].
@@ -13,6 +16,16 @@ def refit_scales(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtyp
     and w' the row as it is now, the change d of s solves (u_g^T gram u_h) d = u_g^T gram (w - w'). A row keeps its old
     scales where the new ones, rounded to `scale_dtype`, are no better; a group where its new one is not positive.
     """
+    num_rows = max(1, _MAX_NORMAL_NUMBERS // grid.scale.shape[1] ** 2)
+    parts = [
+        _refit_rows(weight[rows], gram, grid.rows(rows), q[rows], scale_dtype)
+        for rows in (slice(start, start + num_rows) for start in range(0, len(q), num_rows))
+    ]
+    return Grid(grid.scheme, torch.cat(parts), grid.zero)
+
+
+def _refit_rows(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """The scales, [rows, num_groups]."""
     units = grid.centred(q)  # [out, num_groups, size]
     num_groups, size = units.shape[1:]
     normal = torch.empty(len(q), num_groups, num_groups, device=q.device)
@@ -29,7 +42,7 @@ def refit_scales(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtyp
     change = (new.scale - grid.scale).to(torch.float64)
     gain = (change * (2 * right - (normal @ change.unsqueeze(-1)).squeeze(-1))).sum(-1)
     better = (gain > 0) & (info == 0)
-    return Grid(grid.scheme, torch.where(better.unsqueeze(-1), new.scale, grid.scale), grid.zero)
+    return torch.where(better.unsqueeze(-1), new.scale, grid.scale)
 
 
 def quadratic_form(delta: Tensor, gram: Tensor) -> Tensor:

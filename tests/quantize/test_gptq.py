@@ -163,3 +163,36 @@ def test_damping_is_the_papers_with_many_tokens_and_grows_with_few():
     assert default_damping(576, 100_000) == 0.01
     assert default_damping(1536, 16_384) == pytest.approx(0.046875)
     assert default_damping(1536, 3) == default_damping(64, 0) == 0.1
+
+
+def test_rows_taken_in_pieces_come_out_as_all_at_once(monkeypatch):
+    from llmq.quantize import gptq as module
+    from llmq.quantize import scale_fit
+
+    torch.manual_seed(3)
+    weight, x = torch.randn(7, 32), torch.randn(200, 32)
+    scheme = WeightScheme("int", 3, "group", 16, symmetric=False)
+    hessian = factorize(x.T @ x / len(x))
+    whole = gptq(weight, hessian, scheme, torch.bfloat16)
+    monkeypatch.setattr(module, "_MAX_NUMBERS", 3 * 32)
+    monkeypatch.setattr(scale_fit, "_MAX_NORMAL_NUMBERS", 2 * 4)
+    pieces = gptq(weight, hessian, scheme, torch.bfloat16)
+    assert torch.equal(whole.q, pieces.q)
+    torch.testing.assert_close(whole.weight, pieces.weight)
+
+
+def test_factorizing_changes_a_matrix_only_where_it_may():
+    x = torch.randn(100, 130)
+    gram = x.T @ x / len(x)
+    kept = gram.clone()
+    hessian = factorize(gram)
+    assert torch.equal(gram, kept)
+    assert factorize(gram, owns_gram=True).matrix.data_ptr() == gram.data_ptr()
+    upper = hessian.feedback
+    assert torch.equal(upper, upper.triu())
+    assert (upper.diagonal() == 1).all()
+    # H = U D Uᵀ in the order of rounding, with D what is left of the diagonal.
+    ordered = hessian.matrix[hessian.order][:, hessian.order].double()
+    inner = torch.linalg.solve_triangular(upper.double(), ordered, upper=True)
+    middle = torch.linalg.solve_triangular(upper.double(), inner.T, upper=True)
+    assert torch.allclose(middle, torch.diag(middle.diagonal()), atol=1e-3 * float(middle.diagonal().max()))
