@@ -6,6 +6,7 @@ from typing import Any
 
 from llmq.evals.samples import Sample, paired, primary_metric
 from llmq.evals.verdict import DEFINITIONS, PairedComparison, Verdict, compare_scores
+from llmq.profiles.errors import InputError
 
 ALL = "all tasks"
 
@@ -41,7 +42,7 @@ class Comparison:
 
 
 def compare_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> Comparison:
-    """Raises InputError where the runs are not of the same items."""
+    """Raises InputError where the runs are not of the same items, or an item lacks the score that its task counts."""
     pairs = paired(baseline, candidate)
     by_task: dict[str, list[tuple[Sample, Sample]]] = {}
     for pair in pairs:
@@ -49,9 +50,14 @@ def compare_samples(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> 
     tasks, all_base, all_cand = [], [], []
     for task, of_task in sorted(by_task.items()):
         metric = primary_metric([base for base, _ in of_task])
-        base = [pair[0].scores.get(metric, 0.0) for pair in of_task]
-        cand = [pair[1].scores.get(metric, 0.0) for pair in of_task]
+        base, cand = ([_score(sample, metric) for sample in side] for side in zip(*of_task, strict=True))
         tasks.append(TaskComparison(task, metric, compare_scores(base, cand)))
         all_base += base
         all_cand += cand
     return Comparison(tasks, tasks[0].scores if len(tasks) == 1 else compare_scores(all_base, all_cand))
+
+
+def _score(sample: Sample, metric: str) -> float:
+    if metric not in sample.scores:
+        raise InputError(f"task {sample.task}, item {sample.doc_id}: it has no {metric}, which its task's others have")
+    return sample.scores[metric]

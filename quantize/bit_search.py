@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmq.profiles.errors import InputError
+from llmq.quantize.backends.registry import OWN
 from llmq.quantize.bit_allocation import Allocation, Unit, allocate, smallest_under
 from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import METHODS, LinearSettings, Recipe
@@ -58,7 +59,7 @@ def check_searchable(recipe: Recipe) -> None:
         raise InputError(f"--{recipe.method} has one scheme only: --target and --max-kl go with {able}")
     if recipe.rules:
         raise InputError("--target and --max-kl choose for each linear, and so does --recipe's [[layers]]: use one")
-    if recipe.backend != "llmq":
+    if recipe.backend != OWN:
         raise InputError(f"--target and --max-kl choose for our own methods, not for --backend {recipe.backend}")
 
 
