@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+#include "packed_weight.h"
+
+namespace llmq {
+
+// How a product takes its input.
+struct Activations {
+  enum class Mode {
+    exact,       // bf16 as it comes, products summed in fp32
+    int8_group,  // rounded to int8 with one scale, max|x| / 127, for each group of the weight
+    int8_row,    // rounded to int8 with one scale a row, max|x| / 127.5, or input_scale where that is not 0
+  } mode = Mode::exact;
+  float input_scale = 0;
+};
+
+enum class Output { bf16, fp32 };
+
+// y = x Wᵀ + bias. x: bf16 [num_rows, in_features], y: [num_rows, out_features] of `output`; strides in elements.
+//
+// A row of y is the same to the last bit whatever num_rows is and whoever computes it: each output is one sum in the
+// order of the input, group by group.
+void linear(const PackedWeight& weight, Activations activations, const uint16_t* x, int64_t num_rows, int64_t x_stride,
+            void* y, int64_t y_stride, Output output);
+
+}  // namespace llmq
