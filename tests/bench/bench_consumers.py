@@ -5,11 +5,12 @@ continues 10 prompts greedily for 64 tokens; our engine scores those texts, in f
 checkpoint's own dtype for vLLM. Where our engine would have chosen another token, it has a lead: a `near tie` up to the
 bound, which rounding in another order may turn, and a real difference above.
 
-Where inputs are rounded too (INT8, FP8), a sum in another order puts some numbers on the other side of a step, and the
-next layers carry that on: our own engine, token by token in float32 against one forward, leads by up to 0.69 logits on
-SmolLM2-135M. The bound is wider there (`--near-tie-rounded`).
+Where inputs or K and V are rounded too (INT8, FP8), a sum in another order puts some numbers on the other side of a
+step, and the next layers carry that on: our own engine, token by token in float32 against one forward, leads by up to
+0.69 logits on SmolLM2-135M. The bound is wider there (`--near-tie-rounded`).
 
-vLLM: give the Python of an environment that has it (`--vllm-python`); without, its column is left out.
+vLLM: give the Python of an environment that has it (`--vllm-python`); without, its column is left out. `--gptqmodel`
+gives transformers the libraries by which it loads the GPTQ and AWQ layouts, in an environment that the first use makes.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import bench_report
 from bench_report import Report
+from quantize_peers.environments import transformers_python
 
 from llmq.evals.evaluation import Subject
 from llmq.evals.numerics import Numerics
@@ -57,21 +59,33 @@ RECIPES = {
     "rtn w8 asym": "--rtn --bits 8",
     "rtn w8 sym": "--rtn --bits 8 --sym",
     "rtn w3": "--rtn --bits 3",
+    "gptq w4": "--gptq",
+    "awq w4": "--awq",
     "gptq layout w4": "--rtn --sym --format gptq",
     "gptq layout w8": "--rtn --bits 8 --sym --format gptq",
     "gptq layout w3": "--rtn --bits 3 --sym --format gptq",
-    "gptq_v2 layout w4 asym": "--rtn --format gptq_v2",
+    "gptq_v2 layout w4": "--rtn --format gptq_v2",
+    "gptq_v2 layout w8": "--rtn --bits 8 --format gptq_v2",
+    "gptq_v2 layout w3": "--rtn --bits 3 --format gptq_v2",
     "awq layout w4": "--rtn --format awq",
+    "gptq, gptq layout": "--gptq --sym --format gptq",
+    "gptq, gptq_v2 layout": "--gptq --format gptq_v2",
+    "gptq, awq layout": "--gptq --format awq",
+    "awq, gptq layout": "--awq --sym --format gptq",
+    "awq, gptq_v2 layout": "--awq --format gptq_v2",
+    "awq, awq layout": "--awq --format awq",
+    "smoothquant": "--smoothquant",
     "fp8 dynamic": "--fp8",
+    "fp8 static": "--fp8 --fp8-scheme static",
     "fp8 block": "--fp8 --fp8-scheme block",
     "HF fp8 layout": "--fp8 --fp8-scheme block --format fp8",
-    "fp8 static": "--fp8 --fp8-scheme static",
     "rtn w4, kv fp8": "--rtn --kv fp8",
-    "smoothquant": "--smoothquant",
-    "awq w4": "--awq",
-    "gptq w4": "--gptq",
+    "rtn w4, kv int8": "--rtn --kv int8",
+    "fp8, kv fp8": "--fp8 --kv fp8",
     "autoawq": "--awq --backend autoawq",
 }
+# Layouts that transformers loads by another library.
+BY_GPTQMODEL = ("--format gptq", "--format gptq_v2", "--format awq", "--backend autoawq")
 CALIBRATION = ("--samples", "8", "--seq-len", "512")
 UNCALIBRATED = ("--rtn", "--fp8")
 
@@ -222,8 +236,10 @@ def measure(arguments: argparse.Namespace) -> Report:
             figures[name] = {"bytes": read_checkpoint(folder).total_bytes}
         print(f"made: {name} {figures[name]}", file=sys.stderr, flush=True)
     for consumer in consumers(arguments):
-        for name, answer in theirs(consumer.python, consumer.script, folders, prompts, arguments).items():
-            figures[name][consumer.name] = answer
+        for python in dict.fromkeys((consumer.python, consumer.python_for_layouts)):
+            asked = {name: folder for name, folder in folders.items() if consumer.python_of(name) == python}
+            for name, answer in theirs(python, consumer.script, asked, prompts, arguments).items():
+                figures[name][consumer.name] = answer
     for name, folder in folders.items():
         for consumer in consumers(arguments):
             answer = figures[name][consumer.name]
@@ -235,8 +251,8 @@ def measure(arguments: argparse.Namespace) -> Report:
         [_row(name, found, consumers(arguments)) for name, found in figures.items()],
         figures,
         [
-            f"{consumer.title}: a near tie is a lead of ours of at most {consumer.near_tie} logits, where inputs are "
-            f"rounded {arguments.near_tie_rounded}, computed in {consumer.dtype}."
+            f"{consumer.title}: a near tie is a lead of ours of at most {consumer.near_tie} logits, where inputs or K "
+            f"and V are rounded {arguments.near_tie_rounded}, computed in {consumer.dtype}."
             for consumer in consumers(arguments)
         ],
     )
@@ -247,28 +263,48 @@ class Consumer:
     name: str
     title: str
     python: str
+    python_for_layouts: str  # of an environment that has what it loads GPTQ's and AWQ's layouts by
     script: str
     dtype: str  # of our engine, to be held against it
     near_tie: float
 
+    def python_of(self, recipe: str) -> str:
+        is_layout = RECIPES[recipe].endswith(BY_GPTQMODEL)
+        return self.python_for_layouts if is_layout else self.python
+
 
 def consumers(arguments: argparse.Namespace) -> list[Consumer]:
+    for_layouts = str(transformers_python()) if arguments.gptqmodel else sys.executable
     transformers = Consumer(
-        "transformers", "transformers", sys.executable, "consumer_transformers.py", "fp32", arguments.near_tie_fp32
+        name="transformers",
+        title="transformers",
+        python=sys.executable,
+        python_for_layouts=for_layouts,
+        script="consumer_transformers.py",
+        dtype="fp32",
+        near_tie=arguments.near_tie_fp32,
     )
     if arguments.vllm_python is None:
         return [transformers]
     # vLLM's numbers for the original are in the checkpoint's own dtype, and so are ours.
     vllm = Consumer(
-        "vllm", "vLLM on a CPU", arguments.vllm_python, "consumer_vllm.py", "auto", arguments.near_tie_16bit
+        name="vllm",
+        title="vLLM on a CPU",
+        python=arguments.vllm_python,
+        python_for_layouts=arguments.vllm_python,
+        script="consumer_vllm.py",
+        dtype="auto",
+        near_tie=arguments.near_tie_16bit,
     )
     return [transformers, vllm]
 
 
-def rounds_inputs(folder: Path) -> bool:
-    """Whether any linear of a checkpoint rounds its input too."""
+def rounds_activations(folder: Path) -> bool:
+    """Whether a checkpoint rounds the input of any linear, or K and V."""
     checkpoint = read_checkpoint(folder)
     layout = format_of(checkpoint.quantization, checkpoint.tensors)
+    if layout.kv_cache_scheme is not None:
+        return True
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors if ".layers." in name}
     return any(scheme.activation is not None for name in modules if (scheme := layout.scheme_for(name)) is not None)
 
@@ -282,7 +318,7 @@ def _judge(
 ) -> dict:
     if isinstance(answer, str):
         return {"loads": False, "error": answer, "verdict": f"does not run: {' '.join(answer.split())[:160]}"}
-    bound = arguments.near_tie_rounded if rounds_inputs(folder) else consumer.near_tie
+    bound = arguments.near_tie_rounded if rounds_activations(folder) else consumer.near_tie
     comparison = compare(folder, prompts, answer, bound, consumer.dtype, arguments.threads)
     return {"loads": True, "verdict": str(comparison), **asdict(comparison)}
 
@@ -299,6 +335,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--folder", help="where checkpoints and answers are kept; those that are there are taken")
     options.add_argument("--recipes", nargs="+", choices=list(RECIPES), metavar="NAME", help=", ".join(RECIPES))
     options.add_argument("--vllm-python", help="the interpreter of an environment that has vLLM for CPUs")
+    options.add_argument("--gptqmodel", action="store_true", help="make and use an environment with gptqmodel")
     options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--near-tie-fp32", type=float, default=0.01)

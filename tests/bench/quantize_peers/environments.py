@@ -25,8 +25,17 @@ def python_of(name: str, requirements: tuple[str, ...]) -> Path:
 
 
 def gptqmodel_python() -> Path:
+    return python_of("gptqmodel-7.6.0", _pinned(GPTQMODEL))
+
+
+def transformers_python() -> Path:
+    """transformers with what it loads the GPTQ and AWQ layouts by."""
+    return python_of("transformers-gptqmodel-7.6.0", _pinned((*GPTQMODEL, "optimum==2.3.0", "accelerate")))
+
+
+def _pinned(requirements: tuple[str, ...]) -> tuple[str, ...]:
     import torch
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return python_of("gptqmodel-7.6.0", tuple(text.format(**versions) for text in GPTQMODEL))
+    return tuple(text.format(**versions) for text in requirements)
