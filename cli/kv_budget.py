@@ -159,8 +159,9 @@ def _layout(
 
     if kv_scales in ("static", "dynamic") and KV_DTYPES[dtypes.kv_dtype].bits >= 16:
         raise InputError(f"--kv-scales {kv_scales}: a KV-cache in {dtypes.kv_dtype} has no scales; see --kv-dtype")
-    # With the weights at hand, as serve decides it; for a config alone, as the format has it.
-    as_served = not dtypes.has_static_kv_scales if has_weights(path) else None
+    # As serve decides it; for a config alone that says nothing of scales, as the format has it.
+    is_said = has_weights(path) or dtypes.has_static_kv_scales
+    as_served = not dtypes.has_static_kv_scales if is_said else None
     return KVCacheLayout.of(
         architecture,
         dtypes.kv_dtype,

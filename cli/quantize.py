@@ -42,7 +42,7 @@ def quantize(
     alpha: Annotated[float | None, typer.Option(help="SmoothQuant's, 0 to 1 (searched for each mapping).")] = None,
     damp: Annotated[float | None, typer.Option(help="GPTQ's damping, a share of the mean diagonal (0.01).")] = None,
     dry_quant: Annotated[bool, typer.Option("--dry-quant", help="Move the scales, round nothing.")] = False,
-    kv: Annotated[str | None, typer.Option(help="fp8: calibrate scales of the KV-cache too.")] = None,
+    kv: Annotated[str | None, typer.Option(help="fp8 or int8: calibrate scales of the KV-cache too.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML file with settings for single linears.")] = None,
     format: Annotated[str | None, typer.Option(help="Layout on disk (compressed-tensors).")] = None,
     backend: Annotated[str | None, typer.Option(help="Who quantizes: llmq, llmcompressor, autoawq, autogptq.")] = None,

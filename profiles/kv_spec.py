@@ -13,7 +13,7 @@ class KVDtype:
     """How one K or V element is stored.
 
     `scale_bytes` is what a dynamic scale costs, one per token, per KV head, for K and for V each; 0 where the format
-    has no scale (16 and 32 bit) or where a static one, of the checkpoint, is used: FP8's habit.
+    has no scale (16 and 32 bit) or where a static one, of the checkpoint, is used: FP8's habit, INT8's where it asks.
     """
 
     name: str

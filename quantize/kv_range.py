@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_E4M3_MAX = 448.0
+from llmq.quantize.formats.scheme import KVCacheScheme
+
+# Kind of the numbers -> the largest that they store.
+_LARGEST = {"float": 448.0, "int": 127.0}
 
 
 class KVRange:
@@ -19,10 +22,10 @@ class KVRange:
         self.v_max = max(self.v_max, float(values.abs().amax()))
         return keys, values
 
-    def fp8_scales(self, attention: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """`<attention>.k_scale` and `.v_scale`, [1]: the largest number met becomes the largest of e4m3."""
+    def scales(self, attention: str, scheme: KVCacheScheme, dtype: torch.dtype) -> dict[str, Tensor]:
+        """`<attention>.k_scale` and `.v_scale`, [1]: the largest number met becomes the largest that is stored."""
         smallest = torch.finfo(dtype).tiny
         return {
-            f"{attention}.{name}_scale": torch.tensor([largest / _E4M3_MAX]).clamp(min=smallest).to(dtype)
+            f"{attention}.{name}_scale": torch.tensor([largest / _LARGEST[scheme.kind]]).clamp(min=smallest).to(dtype)
             for name, largest in (("k", self.k_max), ("v", self.v_max))
         }

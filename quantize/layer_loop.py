@@ -80,7 +80,9 @@ class _CalibratedLoop:
                     self._pass(index, layer, store, kv_range)
             if kv_range is not None:
                 attention = f"{DECODER_PREFIX}{index}.self_attn"
-                result.kv_scales = kv_range.fp8_scales(attention, getattr(torch, self.plan.dtype))
+                result.kv_scales = kv_range.scales(
+                    attention, self.plan.recipe.kv_scheme, getattr(torch, self.plan.dtype)
+                )
             if not is_resumed:
                 self.work.save(index, result)
             release_memory()

@@ -23,7 +23,7 @@ from llmq.quantize.layer_methods import settings_of
 from llmq.quantize.layer_result import LayerResult, load_facts, load_result, save_tensors
 from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.output_folder import StoredTensor, appearing_whole, copy_companions, write_tensors
-from llmq.quantize.preflight import FP8_KV, Plan
+from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import DEFAULT_FORMAT
 from llmq.quantize.report import LinearReport, QuantizationReport, ScalingReport
 from llmq.quantize.report_files import write_report
@@ -83,9 +83,8 @@ def output_config(plan: Plan) -> dict[str, Any]:
     config = dict(plan.source.config)
     if not plan.schemes:
         return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": plan.dtype}
-    kv = FP8_KV if plan.recipe.kv == "fp8" else None
     config["quantization_config"] = writer_for(plan.recipe.format).config(
-        plan.schemes, tuple(sorted(plan.selection.left_alone)), kv
+        plan.schemes, tuple(sorted(plan.selection.left_alone)), plan.recipe.kv_scheme
     )
     return config
 

@@ -12,14 +12,12 @@ from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
 from llmq.quantize.backends.registry import OWN, backend_named
-from llmq.quantize.formats.scheme import KVCacheScheme, WeightScheme
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.group_sizes import resolve_group_size
 from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
+from llmq.quantize.siblings import check_siblings
 from llmq.quantize.sizes import DTYPE_BYTES, predict_bytes
 from llmq.quantize.targets import Selection, Target, fused_sets, select_targets
-
-# What --kv fp8 is: one calibrated scale for K and one for V of a layer.
-FP8_KV = KVCacheScheme(kind="float", bits=8, strategy="tensor", dynamic=False, symmetric=True)
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,8 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto
         raise InputError(f"{source.path} has no tokenizer.json: what comes out could be neither served nor evaluated")
     selection = select_targets(source, recipe.ignore, recipe.rules)
     settings, recipe, reason = _resolve_settings(recipe, selection)
-    plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0, _fusion_warnings(source, selection))
-    plan = replace(plan, warnings=(*plan.warnings, *_block_warnings(plan)))
-    plan = _complete(plan)
+    plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0)
+    plan = _complete(replace(plan, warnings=(*_block_warnings(plan), *_kv_warnings(recipe))))
     if recipe.backend != OWN:
         backend_named(recipe.backend).check(plan, device)
     _check_out(out, plan.predicted_bytes)
@@ -96,7 +93,7 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto
 
 def _complete(plan: Plan) -> Plan:
     """Check what the settings of single linears must agree on, and predict the size."""
-    _check_fused(plan)
+    check_siblings(fused_sets(plan.source), plan.schemes, plan.selection.left_alone)
     _check_format(plan)
     schemes, recipe = plan.schemes, plan.recipe
     targets = plan.targets if schemes else ()
@@ -149,25 +146,6 @@ def _resolve_settings(recipe: Recipe, selection: Selection) -> tuple[dict[str, L
     return {target.name: resolved[target.name] for target in selection.targets}, recipe, reason
 
 
-def _check_fused(plan: Plan) -> None:
-    """Refuse schemes that differ among linears that run as one."""
-    for fused in fused_sets(plan.source):
-        schemes: dict[WeightScheme, list[str]] = {}
-        for name in fused.members:
-            if name in plan.settings:
-                schemes.setdefault(plan.settings[name].scheme, []).append(name)
-        if len(schemes) > 1:
-            rows = [f"  {scheme.name}: {_few(names)}" for scheme, names in schemes.items()]
-            raise InputError(
-                f"{fused.name} run as one linear and must share one scheme; the recipe gives them {len(schemes)}:\n"
-                + "\n".join(rows)
-            )
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _check_format(plan: Plan) -> None:
     if plan.recipe.format == DEFAULT_FORMAT:
         return
@@ -178,7 +156,7 @@ def _check_format(plan: Plan) -> None:
     for target in plan.targets:
         writer.check(plan.settings[target.name].scheme, (target.out_features, target.in_features))
     if plan.schemes:
-        writer.config(plan.schemes, tuple(plan.selection.left_alone), FP8_KV if plan.recipe.kv else None)
+        writer.config(plan.schemes, tuple(plan.selection.left_alone), plan.recipe.kv_scheme)
 
 
 def _block_warnings(plan: Plan) -> tuple[str, ...]:
@@ -198,17 +176,11 @@ def _block_warnings(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _fusion_warnings(source: Checkpoint, selection: Selection) -> tuple[str, ...]:
-    """vLLM runs q, k and v as one linear, gate and up as another: all or none of them must be quantized."""
-    quantized = {target.name for target in selection.targets}
-    kinds = {}
-    for fused in fused_sets(source):
-        if 0 < len(quantized.intersection(fused.members)) < len(fused.members):
-            kinds[fused.name.partition(" ")[2] or "the experts"] = None
-    return tuple(
-        f"only some of {names} are quantized in a layer: vLLM fuses them and will not load the result"
-        for names in kinds
-    )
+def _kv_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """vLLM 0.32 validates a kv_cache_scheme, and takes 8-bit floats alone."""
+    if recipe.kv != "int8":
+        return ()
+    return ("--kv int8: llmq serves such a KV-cache; vLLM takes static scales of FP8 alone and refuses the checkpoint",)
 
 
 def _check_out(out: Path, predicted_bytes: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from llmq.profiles.errors import InputError
 from llmq.quantize.backends.registry import OWN, backend_named
-from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
+from llmq.quantize.formats.scheme import ActivationScheme, KVCacheScheme, WeightScheme
 
 Method = Literal["awq", "gptq", "best", "smoothquant", "fp8", "rtn"]
 Fp8Scheme = Literal["dynamic", "static", "block"]
@@ -15,6 +15,11 @@ KVChoice = Literal["fp8", "int8"]
 STANDARD_GROUP_SIZES = (128, 64, 32, 16)
 FP8_SCHEMES: tuple[Fp8Scheme, ...] = ("dynamic", "static", "block")
 DEFAULT_FORMAT = "compressed-tensors"
+# What --kv asks for: one calibrated scale for K and one for V of a layer.
+KV_SCHEMES: dict[KVChoice, KVCacheScheme] = {
+    name: KVCacheScheme(kind=kind, bits=8, strategy="tensor", dynamic=False, symmetric=True)
+    for name, kind in (("fp8", "float"), ("int8", "int"))
+}
 
 
 @dataclass(frozen=True)
@@ -217,6 +222,11 @@ class Recipe:
         return self.default.scheme
 
     @property
+    def kv_scheme(self) -> KVCacheScheme | None:
+        """What the checkpoint will ask of the KV-cache."""
+        return None if self.kv is None else KV_SCHEMES[self.kv]
+
+    @property
     def all_settings(self) -> tuple[LinearSettings, ...]:
         return (self.default, *(rule.settings for rule in self.rules if rule.settings is not None))
 
@@ -247,13 +257,8 @@ def _check_options(recipe: Recipe) -> None:
         raise InputError(f"--dry-quant moves scales and rounds nothing: it goes with --smoothquant, not --{still[0]}")
     if options.smooth_only and recipe.kv:
         raise InputError(f"--dry-quant rounds nothing: leave --kv {recipe.kv} out")
-    if recipe.kv == "int8":
-        raise InputError(
-            "--kv int8: an INT8 KV-cache takes a scale for each token and head as it is written, there is nothing to "
-            "calibrate: llmq serve --kv-dtype int8"
-        )
-    if recipe.kv not in (None, "fp8"):
-        raise InputError(f"--kv {recipe.kv}: fp8 is expected")
+    if recipe.kv not in (None, *KV_SCHEMES):
+        raise InputError(f"--kv {recipe.kv}: {' or '.join(KV_SCHEMES)} is expected")
     for method in sorted(methods):
         if recipe.backend not in METHODS[method].backends:
             able = ", ".join(METHODS[method].backends)

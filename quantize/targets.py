@@ -45,7 +45,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class FusedSet:
-    """Linears that runtimes run as one, so that they must be stored alike."""
+    """Linears that runtimes run as one, so that they must be stored alike (see `siblings`)."""
 
     name: str  # "model.layers.3.self_attn q_proj, k_proj, v_proj"
     members: tuple[str, ...]
@@ -104,7 +104,7 @@ def fused_sets(checkpoint: Checkpoint) -> list[FusedSet]:
     linears = _linears(checkpoint)
     found: dict[str, list[str]] = {}
     for name in linears:
-        prefix, relative = _split_layer(name)
+        prefix, relative = split_layer(name)
         for siblings in (family.qkv, family.mlp_in):
             if relative in siblings and len(siblings) > 1:
                 words = ", ".join(sibling.rsplit(".", 1)[1] for sibling in siblings)
@@ -140,7 +140,7 @@ def _linears(checkpoint: Checkpoint) -> dict[str, Target]:
     return dict(sorted(linears.items(), key=lambda item: (item[1].layer, _rank(item[1].kind), item[0])))
 
 
-def _split_layer(name: str) -> tuple[str, str]:
+def split_layer(name: str) -> tuple[str, str]:
     """`model.layers.3.mlp.up_proj` -> `model.layers.3.`, `mlp.up_proj`"""
     end = _LAYER.search(name).end()
     return name[:end], name[end:]

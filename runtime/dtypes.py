@@ -23,7 +23,7 @@ def parse_dtype(flag: str, name: str) -> str:
 class Dtypes:
     dtype: str  # of activations and unquantized weights
     kv_dtype: str
-    has_static_kv_scales: bool  # FP8 KV by the scales that the checkpoint stores, one for K and one for V of a layer
+    has_static_kv_scales: bool  # of the checkpoint, one for K and one for V of a layer; else computed as it runs
 
     @property
     def float_bytes(self) -> int:
@@ -41,22 +41,20 @@ class Dtypes:
         if engine.kv_dtype == "auto" and asked is None:
             raise InputError(
                 f"the checkpoint's kv_cache_scheme ({_describe(scheme)}) is not one that the runtime runs (symmetric 8 "
-                "bits, dynamic, or e4m3 with one stored scale a layer for K and for V, are): say --kv-dtype bf16, or "
+                "bits, dynamic or with one stored scale a layer for K and for V, are): say --kv-dtype bf16, or "
                 "--kv-dtype fp8 or int8 for scales computed as it runs"
             )
         kv_dtype = asked if engine.kv_dtype == "auto" else engine.kv_dtype
-        return cls(dtype, kv_dtype, bool(scheme) and asked == kv_dtype == "fp8" and not scheme.get("dynamic"))
+        return cls(dtype, kv_dtype, bool(scheme) and asked == kv_dtype and not scheme.get("dynamic"))
 
 
 def _kv_dtype_of(scheme: dict[str, Any] | str) -> str | None:
     """The KV dtype of a compressed-tensors `kv_cache_scheme`; None where the runtime has none that honours it."""
     if not isinstance(scheme, dict) or scheme.get("num_bits") != 8 or not scheme.get("symmetric", True):
         return None
-    kind = scheme.get("type", "float")
-    if scheme.get("dynamic"):
-        return {"float": "fp8", "int": "int8"}.get(kind)
-    is_per_tensor = (scheme.get("strategy") or "tensor") == "tensor"
-    return "fp8" if kind == "float" and is_per_tensor else None
+    if not scheme.get("dynamic") and (scheme.get("strategy") or "tensor") != "tensor":
+        return None
+    return {"float": "fp8", "int": "int8"}.get(scheme.get("type", "float"))
 
 
 def _describe(scheme: dict[str, Any] | str) -> str:

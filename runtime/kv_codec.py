@@ -2,7 +2,8 @@
 
 A dynamic scale belongs to one token and one KV head, so that what is stored of a token depends on that token alone,
 never on chunking, neighbours, or what was written before (a scale frozen on the first tokens, or on a warm-up, poisons
-everything after it).
+everything after it). A static one is calibrated and stored in the checkpoint, one for all K and one for all V of a
+layer: larger numbers saturate.
 """
 
 from dataclasses import dataclass
@@ -47,22 +48,27 @@ class PlainCodec:
 
 @dataclass(frozen=True)
 class IntCodec:
-    """Symmetric: q = round(x / s), s = max|x| / limit over a head, rounded to bfloat16 before it divides."""
+    """Symmetric: q = round(x / s) saturated at -limit - 1 and limit, with s static, or max|x| / limit over a head,
+    rounded to bfloat16 before it divides."""
 
     bits: int
+    static_scale: float | None = None
     payload_dtype: torch.dtype = torch.int8
     elements_per_item: int = 1
-    has_scales: bool = True
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def has_scales(self) -> bool:
+        return self.static_scale is None
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         limit = 2 ** (self.bits - 1) - 1
         x = x.float()
-        scales = _scales(x, limit)
-        q = (x / scales.float()[..., None]).round_().clamp_(-limit, limit).to(torch.int8)
-        return self._pack(q), scales
+        scales = _scales(x, limit) if self.static_scale is None else None
+        x = x / (self.static_scale if scales is None else scales.float()[..., None])
+        return self._pack(x.round_().clamp_(-limit - 1, limit).to(torch.int8)), scales
 
-    def decode(self, payload: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._unpack(payload).to(dtype) * scales.to(dtype)[..., None]
+    def decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return self._unpack(payload).to(dtype) * (self.static_scale if scales is None else scales.to(dtype)[..., None])
 
     def _pack(self, q: Tensor) -> Tensor:
         return q
@@ -89,7 +95,7 @@ class Int4Codec(IntCodec):
 
 @dataclass(frozen=True)
 class Fp8Codec:
-    """e4m3: x / s saturated at ±448, with a dynamic scale, or with the static one of a checkpoint (one a layer)."""
+    """e4m3: x / s saturated at ±448, with s static, or max|x| / 448 over a head."""
 
     static_scale: float | None = None
     payload_dtype: torch.dtype = torch.uint8  # float8's bits: torch cannot index float8 on every device
@@ -120,6 +126,5 @@ def make_codec(dtype: KVDtype, static_scale: float | None = None) -> KVCodec:
     """The codec of a KV dtype; `static_scale` where the spec has no room for dynamic ones."""
     if dtype.name in TORCH_DTYPES:
         return PlainCodec(TORCH_DTYPES[dtype.name])
-    if dtype.name == "fp8":
-        return Fp8Codec(None if dtype.scale_bytes else static_scale)
-    return {"int8": IntCodec(8), "int4": Int4Codec()}[dtype.name]
+    scale = None if dtype.scale_bytes else static_scale
+    return {"fp8": Fp8Codec(scale), "int8": IntCodec(8, scale), "int4": Int4Codec()}[dtype.name]

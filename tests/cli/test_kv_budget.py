@@ -1,8 +1,11 @@
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from llmq.cli.kv_budget import app
@@ -247,14 +250,32 @@ def test_no_torch_is_imported(folder):
     assert done.stderr.strip() == "False"
 
 
+@pytest.fixture(scope="module")
+def int8_kv_model(tiny_llama, tmp_path_factory):
+    """What --kv int8 adds to a checkpoint: a scheme, and a scale for K and one for V of each layer."""
+    folder = tmp_path_factory.mktemp("int8-kv") / "model"
+    shutil.copytree(tiny_llama(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_scale": torch.full((1,), 0.02) for layer in (0, 1) for name in "kv"
+    }
+    save_file(tensors | scales, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return folder
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("name", ["tiny", "llmc-fp8-kv"])
-def test_a_checkpoint_is_budgeted_as_it_is_served(tiny_llama, request, kv_dtype, name):
+@pytest.mark.parametrize("name", ["tiny", "llmc-fp8-kv", "int8-kv"])
+def test_a_checkpoint_is_budgeted_as_it_is_served(tiny_llama, int8_kv_model, request, kv_dtype, name):
     """Whole folders, not config.json alone: the same blocks as an engine allocates, scales static or dynamic."""
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.engine import Engine
 
-    model = tiny_llama() if name == "tiny" else request.getfixturevalue("shared") / "interop" / name
+    ours = {"tiny": tiny_llama, "int8-kv": lambda: int8_kv_model}
+    model = ours[name]() if name in ours else request.getfixturevalue("shared") / "interop" / name
     printed = budget(str(model), "--kv-cache-memory", "3MiB", "--kv-dtype", kv_dtype)
     engine = Engine.from_config(
         EngineConfig(model=str(model), kv_cache_memory_bytes=3 << 20, kv_dtype=kv_dtype, threads=1, device="cpu")

@@ -11,10 +11,11 @@ from llmq.profiles.errors import FailedError
 from llmq.quantize.calibration import load_calibration, load_tokenizer
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
 from llmq.quantize.formats.registry import format_of
-from llmq.quantize.preflight import FP8_KV
-from llmq.quantize.recipe import LinearSettings, MethodOptions, Rule
+from llmq.quantize.recipe import KV_SCHEMES, LinearSettings, MethodOptions, Rule
 from llmq.quantize.report import REPORT_FILE
 from llmq.quantize.report_html import REPORT_PAGE
+from llmq.runtime.config import EngineConfig
+from llmq.runtime.engine import Engine
 
 METHODS = ["awq", "gptq", "smoothquant", "fp8", "rtn"]
 
@@ -199,16 +200,14 @@ def test_a_given_alpha_is_every_mappings(source, run_quantize, calibration_jsonl
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
-def test_a_norm_that_also_feeds_a_linear_left_alone_takes_no_scale(
-    source, calibration_jsonl, run_quantize, tmp_path, method
-):
-    report = run_quantize(source, tmp_path / "out", method, calibration_jsonl, ignore=("q_proj", "gate_proj"))
+def test_a_norm_that_feeds_linears_left_alone_takes_no_scale(source, calibration_jsonl, run_quantize, tmp_path, method):
+    left = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    report = run_quantize(source, tmp_path / "out", method, calibration_jsonl, ignore=left)
     tensors, original = load_file(tmp_path / "out/model.safetensors"), load_file(source / "model.safetensors")
     for name, tensor in original.items():
-        if "norm" in name or "q_proj" in name or "gate_proj" in name:
+        if "norm" in name or any(kind in name for kind in left[:3]):
             assert torch.equal(tensors[name], tensor)
     assert all("q_proj" in s.skipped for s in report.scalings if s.source.endswith("input_layernorm"))
-    assert any("vLLM" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant"])
@@ -378,11 +377,12 @@ def test_settings_of_single_linears_are_stored_and_read_back(source, run_quantiz
     assert torch.isfinite(transformers_model(tmp_path / "out")(torch.arange(3, 35).unsqueeze(0)).logits).all()
 
 
-def test_calibrated_kv_scales_are_the_largest_k_and_v(source, run_quantize, calibration_jsonl, tmp_path):
-    """--kv fp8: per tensor and static, K after its rotation, of the quantized model."""
-    calibrated = run_quantize(source, tmp_path / "out", "rtn", calibration_jsonl, kv="fp8")
+@pytest.mark.parametrize(("kv", "limit"), [("fp8", 448), ("int8", 127)])
+def test_calibrated_kv_scales_are_the_largest_k_and_v(kv, limit, source, run_quantize, calibration_jsonl, tmp_path):
+    """--kv: per tensor and static, K after its rotation, of the quantized model."""
+    calibrated = run_quantize(source, tmp_path / "out", "rtn", calibration_jsonl, kv=kv)
     tensors, _, quantization = read_all(tmp_path / "out")
-    assert quantization.kv_cache_scheme == FP8_KV
+    assert quantization.kv_cache_scheme == KV_SCHEMES[kv]
     assert calibrated.calibration["num_samples"] == 16
     model = transformers_model(tmp_path / "out", torch.float32)
     samples = load_calibration(str(calibration_jsonl), load_tokenizer(source), num_samples=16, seq_len=48).samples
@@ -397,7 +397,9 @@ def test_calibrated_kv_scales_are_the_largest_k_and_v(source, run_quantize, cali
         for place, kind in enumerate("kv"):
             scale = tensors[f"model.layers.{layer}.self_attn.{kind}_scale"]
             assert scale.shape == (1,)
-            torch.testing.assert_close(scale.float()[0], largest[layer, place] / 448, rtol=0.02, atol=0)
+            torch.testing.assert_close(scale.float()[0], largest[layer, place] / limit, rtol=0.02, atol=0)
+    served = Engine.from_config(EngineConfig(model=str(tmp_path / "out"), kv_cache_memory_bytes=1 << 20, device="cpu"))
+    assert served.info.fingerprint["kv_dtype"] == f"{kv}, static scales"
 
 
 def test_one_short_text_is_enough_and_is_said_aloud(source, run_quantize, tmp_path):

@@ -123,14 +123,45 @@ def test_a_layers_number_is_a_word_of_its_own(tmp_path):
     assert len(plan.targets) == 11 * 7
 
 
-def test_quantizing_some_of_the_linears_that_vllm_fuses_is_warned_of(tmp_path):
-    def warnings(*ignore):
-        return preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=ignore), tmp_path / "out").warnings
+def test_leaving_out_some_of_the_linears_that_run_as_one_is_refused_with_the_names_that_lack(tmp_path):
+    def message(*ignore):
+        return refuse(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=ignore), tmp_path / "out")
 
-    assert warnings() == warnings("layers.0") == warnings("down_proj", "o_proj") == warnings("mlp") == ()
-    (warning,) = warnings("v_proj")
-    assert "q_proj, k_proj, v_proj" in warning
-    assert "vLLM" in warning
+    words = message("v_proj", "layers.1.self_attn")
+    assert "model.layers.0.self_attn q_proj, k_proj, v_proj run as one linear" in words
+    assert "16 bit (--ignore v_proj): model.layers.0.self_attn.v_proj" in words
+    assert "leave the rest of them in 16 bit too: --ignore q_proj --ignore k_proj; or" in words
+    assert "too: --ignore gate_proj; or" in message("up_proj")
+    # Of one layer alone: names that leave the other layer as it is.
+    assert "too: --ignore model.layers.1.mlp.gate_proj; or" in message("layers.1.mlp.up_proj")
+    assert "and so do those of 1 other set" in message("up_proj")
+
+
+@pytest.mark.parametrize(
+    "ignore", [(), ("layers.0",), ("down_proj", "o_proj"), ("mlp",), ("q_proj", "k_proj", "v_proj")]
+)
+def test_leaving_out_all_of_them_or_what_runs_alone_is_fine(tmp_path, ignore):
+    assert preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=ignore), tmp_path / "out").warnings == ()
+
+
+def test_a_rule_that_leaves_out_some_of_them_is_refused_too(tmp_path):
+    recipe = Recipe.of("awq", rules=(Rule(("re:.*gate_proj",), None),))
+    message = refuse(fake_checkpoint(tmp_path), recipe, tmp_path / "out")
+    assert "16 bit (the recipe ignores re:.*gate_proj)" in message
+    assert "--ignore up_proj" in message
+
+
+def test_where_nothing_is_rounded_nothing_must_be_alike(tmp_path):
+    recipe = Recipe.of("smoothquant", ignore=("up_proj",), options=MethodOptions(smooth_only=True))
+    assert preflight(fake_checkpoint(tmp_path), recipe, tmp_path / "out").schemes == {}
+
+
+def test_int8_scales_of_the_kv_cache_are_said_to_be_ours_alone(tmp_path):
+    def warnings(kv):
+        return preflight(fake_checkpoint(tmp_path), Recipe.of("rtn", kv=kv), tmp_path / "out").warnings
+
+    assert warnings("fp8") == ()
+    assert "vLLM takes static scales of FP8 alone" in warnings("int8")[0]
 
 
 def test_ignoring_everything_is_refused(tmp_path):
@@ -198,8 +229,7 @@ def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path, 
         ("gptq", {"options": MethodOptions(alpha=0.5)}, "--alpha is SmoothQuant's"),
         ("smoothquant", {"options": MethodOptions(alpha=1.5)}, "from 0"),
         ("rtn", {"options": MethodOptions(smooth_only=True)}, "not --rtn"),
-        ("rtn", {"kv": "int8"}, "--kv-dtype int8"),
-        ("rtn", {"kv": "fp4"}, "fp8 is expected"),
+        ("rtn", {"kv": "fp4"}, "fp8 or int8 is expected"),
         ("rtn", {"backend": "llmcompressor"}, "--backend llmcompressor does not run --rtn"),
         ("fp8", {"fp8_scheme": "tensor"}, "dynamic"),
         ("awq", {"fp8_scheme": "static"}, "--fp8-scheme does not apply"),
@@ -274,6 +304,8 @@ def test_siblings_that_run_as_one_must_share_a_scheme(tmp_path, kind):
     message = refuse(fake_checkpoint(tmp_path), Recipe.of("rtn", rules=(rule,), group_size="64"), tmp_path / "out")
     assert "must share one scheme" in message
     assert "int8 g64 asymmetric: model.layers.0." in message
+    others = {"k_proj": '"q_proj", "k_proj", "v_proj"', "gate_proj": '"gate_proj", "up_proj"'}
+    assert f"match = [{others[kind]}]" in message
 
 
 def test_a_search_can_give_other_settings_to_a_plan(tmp_path):

@@ -20,13 +20,20 @@ def test_what_the_checkpoint_asks_for():
     assert dtypes(None) == Dtypes("bf16", "bf16", False)
     assert dtypes(kv()) == Dtypes("bf16", "fp8", True)
     assert dtypes(kv(dynamic=True)) == Dtypes("bf16", "fp8", False)
+    assert dtypes(kv(type="int")) == Dtypes("bf16", "int8", True)
     assert dtypes(kv(type="int", dynamic=True)) == Dtypes("bf16", "int8", False)
+
+
+def test_another_kv_dtype_than_the_checkpoints_has_scales_of_its_own():
+    assert dtypes(kv(), "int8") == Dtypes("bf16", "int8", False)
+    assert dtypes(kv(type="int"), "fp8") == Dtypes("bf16", "fp8", False)
+    assert dtypes(kv(type="int"), "int8") == Dtypes("bf16", "int8", True)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"type": "int"}, "int8, static per tensor"),
+        ({"type": "int", "strategy": "attn_head"}, "int8, static per attn_head"),
         ({"strategy": "attn_head"}, "float8, static per attn_head"),
         ({"num_bits": 4}, "float4, static per tensor"),
         ({"symmetric": False}, "asymmetric float8, static per tensor"),

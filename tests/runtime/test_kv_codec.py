@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import DYNAMIC_SCALE_BYTES, KV_DTYPES, KVDtype
-from llmq.runtime.kv_codec import Fp8Codec, make_codec
+from llmq.runtime.kv_codec import Fp8Codec, IntCodec, make_codec
 
 # Largest error of one number, as a share of the largest of its head: half a step of the grid (e4m3: 3 bits of
 # mantissa), and the scale's own rounding.
@@ -51,6 +51,22 @@ def test_a_token_is_stored_alike_alone_and_beside_others(name):
         alone, own = codec_of(name).encode(x[token : token + 1])
         assert torch.equal(alone[0], payload[token])
         assert torch.equal(own[0], scales[token])
+
+
+def test_static_int8_is_that_of_compressed_tensors():
+    """Its own fake quantization of a symmetric 8-bit tensor with a scale: rounded half to even, saturated at -128 and
+    127."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+    x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0)) * 3
+    x[0, 0, :4] = torch.tensor([1e9, -1e9, 0.025, 0.075])  # beyond both ends, and halves of a step
+    arguments = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="tensor")
+    expected = fake_quantize(x, torch.tensor([0.05]), torch.tensor([0]), arguments)
+    codec = IntCodec(8, static_scale=0.05)
+    payload, scales = codec.encode(x)
+    assert (payload.dtype, scales) == (torch.int8, None)
+    torch.testing.assert_close(codec.decode(payload, None, torch.float32), expected)
 
 
 def test_static_fp8_saturates():

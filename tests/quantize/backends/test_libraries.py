@@ -51,7 +51,7 @@ def test_autogptq_wants_cuda_and_we_say_so(plan_of, monkeypatch):
     assert "--gptq without --backend computes the same method here" in message
     monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("H200", 1, 1)])
     assert "--device cpu was asked for" in refuse(AUTOGPTQ, plan_of("gptq", symmetric=True), FailedError, device="cpu")
-    AUTOGPTQ.check(plan_of("gptq", symmetric=True, group_size=32, ignore=("k_proj",)), "auto")
+    AUTOGPTQ.check(plan_of("gptq", symmetric=True, group_size=32, ignore=("o_proj",)), "auto")
     assert "is read in two ways (--sym)" in refuse(AUTOGPTQ, plan_of("gptq", group_size=32))
 
 
@@ -60,7 +60,7 @@ def test_autogptq_wants_cuda_and_we_say_so(plan_of, monkeypatch):
     [
         ({"symmetric": True}, "symmetric weights, and its layout has zero points always (--asym)"),
         ({"group_size": "channel"}, "one group a row, and its kernels take 16, 32, 64, 128"),
-        ({"ignore": ("k_proj",)}, "it quantizes every linear of a layer, and model.layers.0.self_attn.k_proj"),
+        ({"ignore": ("o_proj",)}, "it quantizes every linear of a layer, and model.layers.0.self_attn.o_proj"),
         ({"model": {"model_type": "qwen3", "head_dim": 16}}, "k_proj has 32 outputs, and it needs a multiple of 64"),
         ({"model": {"model_type": "olmo2"}}, "model_type 'olmo2' is not among those it is run on (lla"),
     ],
@@ -75,8 +75,8 @@ def test_autoawq_says_what_it_cannot(plan_of, changes, words):
 
 def test_a_linear_left_out_of_one_layer_only(plan_of, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("H200", 1, 1)])
-    message = refuse(AUTOGPTQ, plan_of("gptq", symmetric=True, group_size=32, ignore=("layers.0.mlp.up_proj",)))
-    assert "mlp.up_proj is left out of some layers only" in message
+    message = refuse(AUTOGPTQ, plan_of("gptq", symmetric=True, group_size=32, ignore=("layers.0.mlp.down_proj",)))
+    assert "mlp.down_proj is left out of some layers only" in message
 
 
 def test_a_rope_that_the_old_transformers_does_not_compute(plan_of, monkeypatch):
