@@ -9,11 +9,11 @@ import typer
 
 from llmq.cli import console
 from llmq.profiles.errors import InputError
-from llmq.profiles.units import parse_bytes, parse_tokens
+from llmq.profiles.units import parse_tokens
 
 if TYPE_CHECKING:
     from llmq.profiles.architecture import ModelArchitecture
-    from llmq.profiles.budget import Budget, Memory
+    from llmq.profiles.budget import Budget
     from llmq.profiles.kv_spec import KVCacheLayout
     from llmq.profiles.users import Users
     from llmq.profiles.weight_size import WeightSize
@@ -40,6 +40,16 @@ def kv_budget(
     lengths: Annotated[
         str | None, typer.Option(help="A trace (.csv, .jsonl): how many users with its lengths fit.")
     ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that the engine runs at once. Default: its own.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a step computes at most. Default: the engine's own.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Whose pool: llmq, or vllm@0.11.0 with an interval.")] = "llmq",
+    calibrate: Annotated[
+        str | None, typer.Option(help="A start-up log of that vLLM on that GPU, which its overheads are fitted to.")
+    ] = None,
     devices: Annotated[str | None, typer.Option(help="A devices.toml of your own; its rows come first.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print the arithmetic, too.")] = False,
     plot: Annotated[str | None, typer.Option(help="Draw memory against context into this .html file.")] = None,
@@ -48,9 +58,12 @@ def kv_budget(
     """How many tokens and sequences fit in a memory, from config.json alone: no weights, no GPU, no torch.
 
     Without --ctx: the model's own context. Without --weights: as the model is stored.
-    Blocks are those that `llmq serve` allocates.
+    Blocks are those that `llmq serve` allocates, or with --engine those that another engine will: exit code 0 where a
+    request of --ctx tokens fits in the least of its pool, 1 where it does not in the most, 3 between.
     """
+    from llmq.cli.kv_budget_engine import EngineQuestion, parse_engine, print_engine_budget, print_engine_json
     from llmq.cli.kv_budget_explain import budget_json, explain_budget
+    from llmq.cli.kv_budget_memory import MemoryFlags
     from llmq.cli.kv_budget_text import print_budget
     from llmq.profiles.architecture import ModelArchitecture, names_dtype
     from llmq.profiles.budget import Budget
@@ -65,12 +78,51 @@ def kv_budget(
         raise InputError("--explain is for reading, --json for programs: give one of them")
     if lengths and not (gpu or memory or kv_cache_memory):
         raise InputError("--lengths asks how many fit: give a memory with it, as --gpu h100 or --memory 80GiB")
+    version = parse_engine(engine)
+    flags = MemoryFlags(gpu, memory, kv_cache_memory, gpu_memory_utilization, devices)
+    if version is None and calibrate:
+        raise InputError("--calibrate fits what another engine reserves: name it, as --engine vllm@0.11.0")
+    if version is not None:
+        own = {
+            "--kv-cache-memory": kv_cache_memory,
+            "--kv-scales": kv_scales != "auto",
+            "--lengths": lengths,
+            "--explain": explain,
+            "--plot": plot,
+        }
+        if given := [flag for flag, value in own.items() if value]:
+            raise InputError(f"{given[0]} is about llmq's own cache: leave it or --engine {engine} away")
     with console.progress() as progress:
         path = find_model(model, config_only=True, keep_blocks=True, progress=progress)
     config = read_config(path)
     architecture = _known(ModelArchitecture.from_config(config))
-    engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
-    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    settings = EngineConfig(
+        model=str(path),
+        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
+        **{name: value for name, value in limits.items() if value is not None},
+    )
+    dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), settings)
+    num_tokens = parse_tokens(ctx) if ctx else architecture.max_position_embeddings
+    if version is not None:
+        name, num_bytes = flags.whole_memory()
+        layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales="auto")
+        question = EngineQuestion(
+            version=version,
+            memory_name=name,
+            memory_bytes=num_bytes,
+            utilization=gpu_memory_utilization,
+            max_model_len=num_tokens,
+            ranks=tp,
+            kv_dtype=layout.groups[0].spec.dtype.name,
+            block_tokens=block_size,
+            num_tokens=max_num_batched_tokens,
+            num_seqs=max_num_seqs,
+            calibrate=calibrate,
+        )
+        found = question.answer(architecture, config, _weights(path, weights, dtypes, are_needed=True).num_bytes)
+        (print_engine_json if as_json else print_engine_budget)(model, question, found)
+        raise typer.Exit(found.fit.exit_code)
     layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
     sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
     rank_weights = -(-sizes.num_bytes // tp) if sizes else 0
@@ -78,16 +130,16 @@ def kv_budget(
         architecture=architecture,
         layout=layout,
         ranks=tp,
-        num_tokens=parse_tokens(ctx) if ctx else architecture.max_position_embeddings,
+        num_tokens=num_tokens,
         weights=sizes,
-        step_tokens=engine.max_num_batched_tokens,
-        memory=_memory(gpu, memory, kv_cache_memory, gpu_memory_utilization, rank_weights, devices),
-        most_blocks=most_blocks(layout, engine, architecture.max_position_embeddings) if gpu == "auto" else None,
+        step_tokens=settings.max_num_batched_tokens,
+        memory=flags.memory(rank_weights),
+        most_blocks=most_blocks(layout, settings, architecture.max_position_embeddings) if gpu == "auto" else None,
         step=step_memory(
             architecture,
             config,
-            step_tokens=engine.max_num_batched_tokens,
-            num_sequences=engine.max_num_seqs,
+            step_tokens=settings.max_num_batched_tokens,
+            num_sequences=settings.max_num_seqs,
             float_bytes=dtypes.float_bytes,
             ranks=tp,
         ),
@@ -194,49 +246,3 @@ def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:
     if value not in choices:
         raise InputError(f"{flag} {value}: one of {', '.join(choices)}")
     return choices[value]
-
-
-def _memory(
-    gpu: str | None,
-    memory: str | None,
-    kv_cache_memory: str | None,
-    share: float | None,
-    weight_bytes: int,
-    devices: str | None,
-) -> "Memory | None":
-    """The one memory that was named, or None. `weight_bytes`: of a rank."""
-    from llmq.profiles import budget
-    from llmq.profiles.devices import find_device
-    from llmq.runtime.memory import GPU_SHARE
-
-    flags = {"--gpu": gpu, "--memory": memory, "--kv-cache-memory": kv_cache_memory}
-    named = [flag for flag, value in flags.items() if value]
-    if len(named) > 1:
-        raise InputError(f"{' and '.join(named)} exclude each other: give one of them")
-    if share is not None and not gpu:
-        raise InputError("--gpu-memory-utilization is about a GPU: give --gpu with it")
-    if share is not None and not 0 < share <= 1:
-        raise InputError(f"--gpu-memory-utilization {share}: a share above 0 and up to 1")
-    if devices and gpu in (None, "auto"):
-        raise InputError("--devices names GPUs: give the name of one with it, as --gpu h100")
-    if kv_cache_memory:
-        return budget.kv_cache_memory(parse_bytes(kv_cache_memory))
-    if memory:
-        return budget.whole_memory("memory", parse_bytes(memory), weight_bytes)
-    if gpu and gpu != "auto":
-        device = find_device(gpu, Path(devices) if devices else None)
-        return budget.gpu_memory(device.name, device.memory_bytes, share or GPU_SHARE, weight_bytes)
-    return _this_machine(share, weight_bytes) if gpu else None
-
-
-def _this_machine(share: float | None, weight_bytes: int) -> "Memory":
-    from llmq.profiles import budget, machine
-    from llmq.runtime.memory import CPU_SHARE, GPU_SHARE
-
-    if gpus := machine.gpus():
-        smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-        return budget.gpu_memory(smallest.name, smallest.memory_bytes, share or GPU_SHARE, weight_bytes)
-    if share is not None:
-        raise InputError("--gpu-memory-utilization: --gpu auto finds no GPU on this machine")
-    name = f"free RAM (no GPU; KV gets {CPU_SHARE:.0%})"
-    return budget.shared_memory(name, machine.available_memory_bytes(), CPU_SHARE, weight_bytes)

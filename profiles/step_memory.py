@@ -51,11 +51,11 @@ def activation_bytes(
     layer = architecture.keys[0]
     query = architecture.num_attention_heads * layer.head_dim_k
     keys = max(layer.num_kv_heads // ranks, 1) * (layer.head_dim_k + layer.head_dim_v) * ranks
-    wide = max(2 * query + keys, 3 * _mlp_width(architecture, config))
+    wide = max(2 * query + keys, 3 * mlp_width(architecture, config))
     return step_tokens * float_bytes * (2 * architecture.hidden_size + -(-wide // ranks))
 
 
-def _mlp_width(architecture: ModelArchitecture, config: dict[str, Any]) -> int:
+def mlp_width(architecture: ModelArchitecture, config: dict[str, Any]) -> int:
     """Features between the linears of the MLP that a token passes: of all its experts together where it has some."""
     config = {**config, **(config.get("text_config") or {})}
     expert = config.get("moe_intermediate_size")

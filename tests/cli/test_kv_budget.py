@@ -478,3 +478,67 @@ def test_devices_of_one_s_own(folder, tmp_path):
 def test_options_that_need_another(folder, args, message):
     with pytest.raises(InputError, match=message):
         text(folder(SMOLLM2), *args)
+
+
+def asked(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    return done.exit_code, done.stdout
+
+
+def test_another_engines_pool_has_an_interval_a_verdict_and_an_exit_code(folder):
+    model = (folder({**SMOLLM2, "max_position_embeddings": 10**6}), "--memory", "24GiB", "--engine", "vllm@0.11.0")
+    codes = {ctx: asked(*model, "--ctx", ctx)[0] for ctx in ("8192", "940k", "1m")}
+    assert codes == {"8192": 0, "940k": 3, "1m": 1}
+    found = json.loads(asked(*model, "--ctx", "940k", "--json")[1])
+    assert found["verdict"] == "UNKNOWN"
+    assert found["kv_bytes"]["low"] < found["kv_bytes"]["expected"] < found["kv_bytes"]["high"]
+    # What is left of 0.9 of 24 GiB, in blocks of 16 tokens.
+    left = 0.9 * 24 * GiB - sum(row["expected_bytes"] for row in found["overheads"])
+    assert found["kv_bytes"]["expected"] == pytest.approx(left, abs=10)
+    assert found["blocks"]["expected"] == left // (16 * 23_040)
+    assert {row["evidence"] for row in found["overheads"]} == {"exact", "reproduced", "prior"}
+    shown = asked(*model, "--ctx", "940k")[1]
+    assert "UNKNOWN: a request of 962,560 tokens takes 60,160 blocks" in shown
+    assert "--calibrate vllm.log" in shown
+
+
+def test_limits_of_a_step_change_what_another_engine_reserves(folder):
+    def activations(*args: str) -> int:
+        made = asked(folder(LLAMA_70B), "--gpu", "h200", "--engine", "vllm@0.11.0", "--weights", "fp8", "--json", *args)
+        return next(one["expected_bytes"] for one in json.loads(made[1])["overheads"] if one["name"] == "activations")
+
+    assert activations("--max-num-seqs", "8") < activations() < activations("--max-num-batched-tokens", "65536")
+
+
+def test_a_start_up_log_narrows_the_interval(folder, tmp_path):
+    log = tmp_path / "vllm.log"
+    log.write_text(
+        "INFO model_runner.py: Model loading took 0.2600 GiB and 3.2 seconds\n"
+        "INFO gpu_worker.py: Available KV cache memory: 19.90 GiB\n"
+    )
+    model = (folder(SMOLLM2), "--memory", "24GiB", "--engine", "vllm@0.11.0", "--json")
+    plain = json.loads(asked(*model)[1])
+    found = json.loads(asked(*model, "--calibrate", str(log))[1])
+    assert found["kv_bytes"]["expected"] == pytest.approx(19.9 * GiB, abs=2)
+    assert {row["evidence"] for row in found["overheads"]} == {"calibrated"}
+    width, was = (one["kv_bytes"]["high"] - one["kv_bytes"]["low"] for one in (found, plain))
+    assert width < was / 4
+    log.write_text("nothing of it")
+    with pytest.raises(InputError, match="no start-up log of vLLM"):
+        asked(*model, "--calibrate", str(log))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--engine", "sglang@0.5"), "--engine sglang@0.5: llmq, or vLLM with its version, as vllm@0.11.0"),
+        (("--engine", "vllm@0.11.0"), "give one, as --gpu h100"),
+        (("--engine", "vllm@0.11.0", "--gpu", "h100", "--kv-dtype", "int4"), "--kv-dtype int4: vLLM's KV-cache is"),
+        (("--engine", "vllm@0.11.0", "--gpu", "h100", "--lengths", "a.csv"), "--lengths is about llmq's own cache"),
+        (("--calibrate", "vllm.log"), "--calibrate fits what another engine reserves"),
+        (("--engine", "vllm@0.11.0", "--gpu", "h100", "--tp", "3"), "--tp 3 does not split"),
+    ],
+)
+def test_what_another_engine_cannot_be_asked(folder, args, said):
+    with pytest.raises(InputError, match=said):
+        asked(folder(LLAMA_70B), *args)
