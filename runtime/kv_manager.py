@@ -46,12 +46,12 @@ class KVCacheManager:
         self._being_computed: dict[bytes, str] = {}  # digest of a full block -> who is at it
         self._announced: dict[str, list[bytes]] = {}
         self._num_registered: dict[str, list[int]] = {}  # full blocks already offered to the prefix cache, by group
-        # A hit has to end on a block border of every group.
-        self._hit_alignment = math.lcm(*(group.block_tokens for group in self.groups))
+        # Tokens from one block border of every group to the next: a hit has to end on one.
+        self.alignment = math.lcm(*(group.block_tokens for group in self.groups))
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """The longest prefix that is cached in every group, at most `request.max_cached_tokens`. Takes no reference."""
-        limit = request.max_cached_tokens // self._hit_alignment * self._hit_alignment
+        limit = request.max_cached_tokens // self.alignment * self.alignment
         if not self.enable_prefix_caching or limit <= 0:
             return PrefixHit(0, tuple([] for _ in self.groups))
         self._extend_digests(request)
@@ -260,8 +260,8 @@ class KVCacheManager:
             position = 0
             while (position + 1) * size <= limit and self._find(request, index, group, position):
                 position += 1
-            return position * size // self._hit_alignment * self._hit_alignment
-        for num_tokens in range(limit, 0, -self._hit_alignment):
+            return position * size // self.alignment * self.alignment
+        for num_tokens in range(limit, 0, -self.alignment):
             needed = range(_first_needed_block(group, num_tokens), num_tokens // size)
             if all(self._find(request, index, group, position) for position in needed):
                 return num_tokens

@@ -101,7 +101,7 @@ class Scheduler:
                 break
             if request.search is not None and request.is_held:
                 continue
-            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            num_new = self._chunk(len(request.token_ids), request.num_computed_tokens, budget)
             while not (fits := allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
@@ -141,7 +141,7 @@ class Scheduler:
                 continue  # the same prefix is being computed: it waits, and takes it from the cache
             if not self.admission.has_room(request, hit, self.running if scheduled else ()):
                 return  # nobody overtakes: a large request would wait for ever
-            num_new = min(request.num_tokens - hit.num_tokens, budget)
+            num_new = self._chunk(request.num_tokens, hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit):
                 return
             self.waiting.remove(request)
@@ -149,6 +149,19 @@ class Scheduler:
             scheduled.append((request, num_new))
             self.waiting.charge(request.tenant, num_new)  # at once: who is next in this very step depends on it
             budget -= num_new
+
+    def _chunk(self, num_tokens: int, num_computed_tokens: int, budget: int) -> int:
+        """How many tokens to compute next: all that are missing, or as many of them as `budget` allows.
+
+        A chunk that leaves some ends on a block border where it reaches one. Attention computes tiles of query rows,
+        and the rows of a ragged last tile cost more than whole ones: a budget of 512 that four decodes have bitten
+        into would make every chunk of a long prompt slower than one of 512 tokens.
+        """
+        num_new = num_tokens - num_computed_tokens
+        if num_new <= budget:
+            return num_new
+        beyond = (num_computed_tokens + budget) % self.kv.alignment
+        return budget - beyond if beyond < budget else budget
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""

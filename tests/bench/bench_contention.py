@@ -2,7 +2,8 @@
 
 The streams run alone first; then the prompt comes, and what counts is each step until it is computed. Nobody should
 wait longer than alone by more than what one chunk takes: the time of a whole chunk with no stream beside it. With
---threads 1 in CPU time, which is the same on a machine of its own, and tells something on one that is not.
+--threads 1 in CPU time, which is the same on a machine of its own, and tells something on one that is not. Both are
+done --repeats times in turn, and each step is the median of its repetitions: one hiccup of the machine is not a worst.
 """
 
 import argparse
@@ -33,8 +34,11 @@ def measure(arguments: argparse.Namespace) -> Report:
         )
     )
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    chunks_s = prompt_steps_s(engine, arguments.prompt_tokens, clock)
-    alone_s, during_s = streams_s(engine, arguments, clock)
+    rounds = [
+        (prompt_steps_s(engine, arguments.prompt_tokens, clock), *streams_s(engine, arguments, clock))
+        for _ in range(arguments.repeats)
+    ]
+    chunks_s, alone_s, during_s = (np.median(steps, axis=0).tolist() for steps in zip(*rounds, strict=True))
     figures = {
         "alone": _figures(alone_s),
         "during": _figures(during_s),
@@ -123,6 +127,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--threads", type=int, default=None)
     options.add_argument("--streams", type=int, default=4)
     options.add_argument("--stream-tokens", type=int, default=64)
+    options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--alone-steps", type=int, default=50)
     options.add_argument("--prompt-tokens", type=int, default=8000)
     options.add_argument("--max-num-batched-tokens", type=int, default=512)

@@ -56,7 +56,14 @@ def test_a_running_request_decodes_while_a_long_prompt_is_chunked():
     step(scheduler)
     add(scheduler, "long", 150, arrival=1.0, first_token=4)
     plans = [scheduled(step(scheduler)[0]) for _ in range(3)]
-    assert plans == [{"short": 1, "long": 63}, {"short": 1, "long": 63}, {"short": 1, "long": 24}]
+    assert plans == [{"short": 1, "long": 48}, {"short": 1, "long": 48}, {"short": 1, "long": 54}]
+
+
+@pytest.mark.parametrize(("budget", "chunks"), [(40, [32, 32, 26]), (64, [64, 26]), (90, [90]), (10, [10, 6, 10, 6])])
+def test_a_chunk_that_leaves_some_ends_on_a_block_border_where_it_reaches_one(budget, chunks):
+    scheduler = make(budget=budget)
+    add(scheduler, "long", 90)
+    assert [scheduled(step(scheduler)[0])["long"] for _ in chunks] == chunks
 
 
 def test_prompt_tokens_are_counted_apart_from_those_that_are_decoded():
