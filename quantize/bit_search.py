@@ -1,15 +1,15 @@
 """`--target 4.25bits`, `--max-kl 0.02`: bits and group size for each linear, by what they were measured to cost."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmq.profiles.errors import InputError
 from llmq.quantize.backends.registry import OWN
 from llmq.quantize.bit_allocation import Allocation, Unit, allocate, smallest_under
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import METHODS, LinearSettings, Recipe
-from llmq.quantize.sensitivity import SharedScheme
 from llmq.quantize.targets import Target, fused_sets
 
 # Group sizes that a search chooses from: below 32 the scales cost more than they save.
@@ -44,6 +44,15 @@ class Goal:
         if self.bits is not None:
             return f"the least damage in {self.bits:g} bits a weight"
         return f"the fewest bits with a KL divergence of at most {self.max_kl:g} nats a token"
+
+
+@dataclass(frozen=True)
+class SharedScheme:
+    """Linears that get one scheme, for a runtime multiplies them at once, and what that can be, by its name."""
+
+    name: str
+    targets: tuple[Target, ...]
+    schemes: Mapping[str, WeightScheme]
 
 
 @dataclass(frozen=True)

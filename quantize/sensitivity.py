@@ -13,7 +13,7 @@ model's head or knows of a runtime.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,27 +23,18 @@ from torch import Tensor
 from llmq.profiles.progress import Progress, silent
 from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES, ActivationStore
 from llmq.quantize.bit_allocation import Choice, Unit
+from llmq.quantize.bit_search import SharedScheme
 from llmq.quantize.calibration import CalibrationSet
-from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.layer_stream import LayerStream
 from llmq.quantize.layer_work import InputStatistics, LayerWork
 from llmq.quantize.preflight import Plan
 from llmq.quantize.rounding import round_trip
 from llmq.quantize.sizes import DTYPE_BYTES, linear_bytes
-from llmq.quantize.targets import DECODER_PREFIX, Target
+from llmq.quantize.targets import DECODER_PREFIX
 from llmq.quantize.work_folder import work_path
 
 # {linear: weight [out, in], float32} -> what the model loses with these, in nats a token (0: nothing)
 Damage = Callable[[Mapping[str, Tensor]], float]
-
-
-@dataclass(frozen=True)
-class SharedScheme:
-    """Linears that get one scheme, for a runtime multiplies them at once, and what that can be, by its name."""
-
-    name: str
-    targets: tuple[Target, ...]
-    schemes: Mapping[str, WeightScheme]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.cli.main import VERBS
+from llmq.cli.verbs import VERBS
 
 LLMQ = [sys.executable, "-m", "llmq"]
 
@@ -93,6 +93,27 @@ def test_no_verb_is_a_question_for_help():
     done = run()
     assert done.returncode == 2
     assert "kv-budget" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["typer", "llmq.cli.doctor"])
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(module):
+    """An interrupt at the moment when `module` is looked for, as if a hand had been that quick."""
+    script = f"""
+import os, signal, sys
+
+class Hand:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Hand())
+sys.argv = ["llmq", "doctor"]
+from llmq.cli.main import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert (done.stdout, done.stderr.strip()) == ("", "")
 
 
 def test_a_pipe_that_closes_is_no_traceback():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -87,6 +88,20 @@ def test_what_cannot_be_honoured_is_refused_before_any_work(llmq, tiny_llama, tm
     assert out == ""
     assert os.listdir(tmp_path) == []
     assert time.monotonic() - started < 10
+
+
+def test_a_refusal_does_not_wait_for_torch(tiny_llama, tmp_path):
+    """C01 and its kind are answered in the first second: from the headers, by this process alone."""
+    arguments = ["llmq", "quantize", str(tiny_llama()), "--gptq", "--group-size", "48", "-o", str(tmp_path / "q")]
+    script = (
+        "import atexit, sys\nfrom llmq.cli.main import main\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"sys.argv = {arguments!r}\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "48 does not divide" in done.stderr
+    assert done.stdout == "False\n"
 
 
 def test_a_result_is_not_quantized_again(llmq, tiny_llama, tmp_path):
