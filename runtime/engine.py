@@ -12,11 +12,13 @@ from pathlib import Path
 import msgspec
 import torch
 
+from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.attention.base import AttentionBackend
+from llmq.runtime.attention.native import NativeAttention
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.attention.tiled import TiledAttention
 from llmq.runtime.config import EngineConfig
@@ -218,9 +220,7 @@ def _build(config: EngineConfig) -> Engine:
         partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos),
         GrammarProcesses(config.model, architecture.vocab_size, eos),
     )
-    attention: AttentionBackend = SdpaAttention()
-    if config.batch_invariant:
-        attention = TiledAttention(architecture.num_attention_heads // architecture.num_kv_heads)
+    attention = _attention(config, architecture, store, TORCH_DTYPES[dtypes.dtype])
     runner = ModelRunner(model, store, attention, Sampler(eos, grammar_mask), device)
     info = EngineInfo(
         model=config.model,
@@ -236,6 +236,14 @@ def _build(config: EngineConfig) -> Engine:
         fingerprint=_fingerprint(checkpoint, loader, runner, dtypes),
     )
     return Engine(scheduler, InProcessExecutor(runner), info, config)
+
+
+def _attention(
+    config: EngineConfig, architecture: ModelArchitecture, store: KVStore, dtype: torch.dtype
+) -> AttentionBackend:
+    if config.batch_invariant:
+        return TiledAttention(architecture.num_attention_heads // architecture.num_kv_heads)
+    return NativeAttention() if NativeAttention.runs(store, dtype) else SdpaAttention()
 
 
 def _fingerprint(checkpoint: Checkpoint, loader: ModelLoader, runner: ModelRunner, dtypes: Dtypes) -> dict[str, str]:

@@ -26,7 +26,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class _Part:
+class StoredPart:
     """K or V of one layer in every block."""
 
     codec: KVCodec
@@ -63,7 +63,7 @@ class KVStore:
         self.num_blocks = num_blocks
         # zeros, as after `clear_blocks`. On a CPU the pages are only committed when they are written.
         self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
-        self._parts: dict[int, tuple[_Part, _Part]] = {}
+        self._parts: dict[int, tuple[StoredPart, StoredPart]] = {}
         for group in layout.groups:
             offset = 0
             for layer in group.layers:
@@ -76,8 +76,16 @@ class KVStore:
     def num_bytes(self) -> int:
         return self._blocks.numel()
 
+    @property
+    def device(self) -> torch.device:
+        return self._blocks.device
+
     def spec(self, layer: int) -> KVCacheSpec:
         return next(group.spec for group in self.layout.groups if layer in group.layers)
+
+    def parts(self, layer: int) -> tuple[StoredPart, StoredPart]:
+        """Where K and V of `layer` lie, for kernels that read them in place."""
+        return self._parts[layer]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Slots) -> None:
         """Store keys and values [num_tokens, num_kv_heads, head_dim] of new tokens at their slots."""
@@ -101,7 +109,9 @@ class KVStore:
         if block_ids:
             self._blocks[torch.tensor(block_ids, device=self._blocks.device)] = 0
 
-    def _part(self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None) -> tuple[_Part, int]:
+    def _part(
+        self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None
+    ) -> tuple[StoredPart, int]:
         """K or V of one layer, starting `offset` bytes into each block, and where it ends."""
         shape = (group.block_tokens, group.spec.num_kv_heads)
         codec = make_codec(group.spec.dtype, static_scale)
@@ -109,7 +119,7 @@ class KVStore:
         scales = None
         if codec.has_scales:
             scales, offset = self._view(offset, SCALE_DTYPE, shape)
-        return _Part(codec, payload, scales), offset
+        return StoredPart(codec, payload, scales), offset
 
     def _view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
         end = offset + torch.Size(shape).numel() * dtype.itemsize

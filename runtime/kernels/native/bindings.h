@@ -14,5 +14,6 @@ T* pointer(uintptr_t address) {
 }
 
 void bind_linear(nanobind::module_& module);
+void bind_attention(nanobind::module_& module);
 
 }  // namespace llmq

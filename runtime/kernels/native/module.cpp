@@ -33,4 +33,5 @@ NB_MODULE(_native, module) {
       },
       "num_threads"_a);
   bind_linear(module);
+  bind_attention(module);
 }

@@ -1,0 +1,110 @@
+"""Paged attention by our own kernels, which read K and V where they lie: `runtime/kernels/native/attention.h`."""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.kernels import native
+from llmq.runtime.kv_store import KVStore, StoredPart
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """A step of one group as the kernels take it, and the tensors that it points into."""
+
+    plan: "native.AttentionPlan"
+    tensors: tuple[Tensor, ...]
+
+
+class NativeAttention:
+    """Softmax over key tiles with a running maximum, keys counted from the start of a sequence: what a query gets does
+    not depend, in any bit, on what else a step computes."""
+
+    def __init__(self) -> None:
+        self.name = f"native {native.isa()}"
+        self._planes: WeakKeyDictionary[KVStore, list[tuple[native.KVPlane, native.KVPlane]]] = WeakKeyDictionary()
+
+    @staticmethod
+    def runs(store: KVStore, dtype: torch.dtype) -> bool:
+        """Whether the kernels of this machine serve queries of `dtype` over this store."""
+        specs = [group.spec for group in store.layout.groups]
+        return (
+            native is not None
+            and store.device.type == "cpu"
+            and dtype in DTYPES
+            and all(max(spec.head_dim_k, spec.head_dim_v) <= native.MOST_HEAD_DIM for spec in specs)
+        )
+
+    def prepare(self, metadata: AttentionMetadata) -> PreparedPlan:
+        query_start, lengths = (
+            torch.tensor(numbers, dtype=torch.int32) for numbers in (metadata.query_start_loc, metadata.seq_lens)
+        )
+        table, plan = metadata.block_table, native.AttentionPlan()
+        plan.start(
+            num_sequences=len(metadata.seq_lens),
+            query_start=query_start.data_ptr(),
+            lengths=lengths.data_ptr(),
+            block_table=table.data_ptr(),
+            table_stride=table.stride(0),
+            block_tokens=metadata.block_tokens,
+            window=metadata.window or 0,
+        )
+        return PreparedPlan(plan, (query_start, lengths, table))
+
+    def __call__(
+        self,
+        queries: Tensor,
+        layer: int,
+        store: KVStore,
+        prepared: PreparedPlan,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Tensor:
+        keys, values = self.planes(store)[layer]
+        num_tokens, num_heads, head_dim = queries.shape
+        if queries.stride()[1:] != (head_dim, 1):
+            queries = queries.contiguous()
+        output = queries.new_empty(num_tokens, num_heads, values.head_dim)
+        prepared.plan.attend(
+            queries.data_ptr(),
+            queries.stride(0),
+            output.data_ptr(),
+            output.stride(0),
+            queries.dtype == torch.float32,
+            num_heads,
+            scale,
+            softcap or 0.0,
+            keys,
+            values,
+        )
+        return output
+
+    def planes(self, store: KVStore) -> "list[tuple[native.KVPlane, native.KVPlane]]":
+        """K and V of each layer of a store."""
+        if store not in self._planes:
+            self._planes[store] = native_planes(store)
+        return self._planes[store]
+
+
+def native_planes(store: KVStore) -> "list[tuple[native.KVPlane, native.KVPlane]]":
+    """K and V of each layer as the kernels take them, valid as long as the store."""
+    num_layers = sum(len(group.layers) for group in store.layout.groups)
+    return [tuple(_plane(store, layer, part) for part in store.parts(layer)) for layer in range(num_layers)]
+
+
+def _plane(store: KVStore, layer: int, part: StoredPart) -> "native.KVPlane":
+    static_scale = getattr(part.codec, "static_scale", None)
+    return native.KVPlane(
+        payload=part.payload.data_ptr(),
+        scales=0 if part.scales is None else part.scales.data_ptr(),
+        block_stride=store.layout.block_bytes,
+        static_scale=1.0 if static_scale is None else static_scale,
+        num_kv_heads=part.payload.shape[2],
+        head_dim=part.payload.shape[3] * part.codec.elements_per_item,
+        format=getattr(native.KVFormat, store.spec(layer).dtype.name),
+    )

@@ -1,0 +1,13 @@
+#include "kernels.h"
+
+#include "cpu.h"
+
+namespace llmq {
+
+const ModelKernels& model_kernels() {
+  return isa() == Isa::avx512_bf16   ? avx512_bf16::model_kernels
+         : isa() == Isa::avx512_vnni ? avx512_vnni::model_kernels
+                                     : avx2::model_kernels;
+}
+
+}  // namespace llmq

@@ -1,0 +1,162 @@
+"""The native attention and its KV writer, each instruction set, over random ragged batches in a scattered store."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.profiles.kv_spec import DYNAMIC_SCALE_BYTES, KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec, KVDtype
+from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.kv_store import KVStore, Slots
+
+if native is None:
+    pytest.skip(why_absent, allow_module_level=True)
+
+from llmq.runtime.attention.native import NativeAttention, native_planes
+
+ISAS = ["avx2", "avx512_vnni", "avx512_bf16"]
+ISAS = ISAS[: ISAS.index(native.native_isa()) + 1]
+SCALES = {0: (1.0, 1.0), 1: (0.02, 0.03)}
+# Relative to the whole output: a bfloat16 has 8 bits, and its weights and its result are rounded.
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def own_instruction_set():
+    threads = native.num_threads()
+    yield
+    native.force_isa(native.native_isa())
+    native.set_num_threads(threads)
+
+
+def make_store(lengths, kv_heads, head_dim, window, block_tokens, kv_dtype, static, seed):
+    """A store of poison, and a block table of shuffled blocks for sequences of these lengths."""
+    scale_bytes = 0 if static or KV_DTYPES[kv_dtype].bits > 8 else DYNAMIC_SCALE_BYTES
+    dtype = KVDtype(kv_dtype, KV_DTYPES[kv_dtype].bits, scale_bytes)
+    spec = KVCacheSpec(kv_heads, head_dim, head_dim, dtype, window)
+    layout = KVCacheLayout((KVCacheGroup(spec, (0, 1), block_tokens),))
+    sizes = [-(-length // block_tokens) for length in lengths]
+    store = KVStore(layout, sum(sizes) + 3, torch.device("cpu"), SCALES if static else None)
+    store._blocks.fill_(255)  # NaN in every float format
+    order = torch.randperm(sum(sizes) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(lengths), max(sizes)), order.pop())  # padding: a block of nothing but poison
+    for row, size in enumerate(sizes):
+        table[row, :size] = torch.tensor([order.pop() for _ in range(size)])
+    return store, table
+
+
+def slots_of(table_row, positions, block_tokens):
+    return Slots.of(table_row[positions // block_tokens] * block_tokens + positions % block_tokens, block_tokens)
+
+
+def defined(queries, keys, values, before, window, scale, softcap):
+    """Attention of one sequence in float64: queries [n, heads, dim], keys and values [length, kv_heads, dim]."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(groups, dim=1) for part in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    query, key = torch.arange(len(queries))[:, None] + before, torch.arange(len(keys))
+    seen = (key <= query) & (key > query - (window or len(keys)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    sequences=st.lists(
+        st.tuples(st.sampled_from([1, 1, 2, 5, 33]), st.sampled_from([0, 3, 15, 16, 40, 63, 64, 255, 256, 700])),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (8, 1), (32, 8)]),
+    head_dim=st.sampled_from([8, 12, 64, 80, 128]),
+    window=st.sampled_from([None, None, 1, 7, 64, 300]),
+    block_tokens=st.sampled_from([1, 4, 16, 24]),
+    softcap=st.sampled_from([None, 0.5, 20.0]),
+    kv_dtype=st.sampled_from(["fp32", "fp16", "bf16", "int8", "fp8", "int4"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    static=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_attention_equals_float64(
+    isa, sequences, heads, head_dim, window, block_tokens, softcap, kv_dtype, dtype, static, threads, seed
+):
+    native.force_isa(isa)
+    native.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [new + before for new, before in sequences]
+    static = static and kv_dtype in ("int8", "fp8")
+    store, table = make_store(lengths, heads[1], head_dim, window, block_tokens, kv_dtype, static, seed)
+    starts, expected = [0], []
+    queries = torch.randn(sum(new for new, _ in sequences), heads[0], head_dim, generator=generator).to(dtype)
+    for row, (new, before) in enumerate(sequences):
+        positions = torch.arange(new + before)
+        if window is not None:  # what left every window of the step is another's: poison stays
+            positions = positions[max(0, before - window + 1) :]
+        keys, values = torch.randn(2, len(positions), heads[1], head_dim, generator=generator).to(dtype)
+        slots = slots_of(table[row], positions, block_tokens)
+        store.write(1, keys, values, slots)
+        stored = [
+            part.codec.decode(
+                part.payload[slots.block, slots.offset],
+                None if part.scales is None else part.scales[slots.block, slots.offset],
+                torch.float32,
+            )
+            for part in store.parts(1)
+        ]
+        starts.append(starts[-1] + new)
+        mine = queries[starts[-2] : starts[-1]]
+        expected.append(defined(mine, *stored, before - int(positions[0]), window, 0.3, softcap))
+    metadata = AttentionMetadata(starts, lengths, table, slots, block_tokens, window)
+    attention = NativeAttention()
+    made = attention(queries, 1, store, attention.prepare(metadata), 0.3, softcap)
+    expected = torch.cat(expected)
+    assert float((made.double() - expected).norm() / expected.norm()) < BOUND[dtype]
+
+    # To the last bit: by other threads and splits, and of each query that is computed alone.
+    native.set_num_threads(4 - threads)
+    assert torch.equal(attention(queries, 1, store, attention.prepare(metadata), 0.3, softcap), made)
+    row = seed % len(sequences)
+    last = starts[row + 1] - 1
+    alone = AttentionMetadata([0, 1], [lengths[row]], table[row : row + 1], slots, block_tokens, window)
+    again = attention(queries[last : last + 1], 1, store, attention.prepare(alone), 0.3, softcap)
+    assert torch.equal(again[0], made[last])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    tokens=st.integers(1, 70),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 12, 64, 80]),
+    kv_dtype=st.sampled_from(["fp32", "fp16", "bf16", "int8", "fp8", "int4"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    static=st.booleans(),
+    magnitude=st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_written_is_what_the_codec_writes(
+    isa, tokens, kv_heads, head_dim, kv_dtype, dtype, static, magnitude, seed
+):
+    """Payload and scales to the last bit, and nothing beside them."""
+    native.force_isa(isa)
+    static = static and kv_dtype in ("int8", "fp8")
+    made, table = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed)
+    expected, _ = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed)
+    slots = slots_of(table[0], torch.arange(tokens), 16)
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, tokens, kv_heads, head_dim, generator=generator) * magnitude).to(dtype)
+    keys[0] = 0
+    if kv_dtype != "fp16":
+        values[-1, -1, -1] = math.inf if kv_dtype in ("fp32", "bf16") else 3e38
+    expected.write(1, keys, values, slots)
+    for plane, x in zip(native_planes(made)[1], (keys, values), strict=True):
+        plane.write(
+            x.data_ptr(), dtype == torch.float32, x.stride(0), slots.block.data_ptr(), slots.offset.data_ptr(), tokens
+        )
+    assert torch.equal(made._blocks, expected._blocks)
