@@ -1,11 +1,15 @@
-"""`llmq quantize` on SmolLM2: C06 (a tied head), C07 (what comes along) and C01 on the real shapes."""
+"""`llmq quantize` on SmolLM2: C06 (a tied head), C07 (what comes along) and C01 on the real shapes; kill -9."""
 
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from safetensors import safe_open
+
+from llmq.quantize.preflight import work_path
+from llmq.quantize.report import REPORT_FILE
 
 pytestmark = pytest.mark.system
 
@@ -56,3 +60,35 @@ def test_a_chat_is_the_same_31_tokens(rounded, smollm2):
     assert len(ids[0]) == 31
     assert ids[0][:4] == [1, 9690, 198, 2683]
     assert json.loads((rounded[0] / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+# q, k and v of three layers, on little text: what is looked at is what a kill leaves, not how good the weights are.
+GPTQ = (
+    *("--gptq", "--samples", "2", "--seq-len", "64", "--no-proof"),
+    *("--ignore", r"re:.*layers\.([3-9]|[12]\d)\..*", "--ignore", "mlp", "--ignore", "o_proj"),
+)
+
+
+def test_after_kill_9_the_same_command_writes_the_same_bytes_and_another_is_refused(smollm2, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert llmq("quantize", smollm2, *GPTQ, "-o", whole).returncode == 0
+    command = [sys.executable, "-m", "llmq", "quantize", str(smollm2), *GPTQ, "-o", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (work_path(out) / "layer-00001.safetensors").exists():
+            time.sleep(0.005)
+        process.kill()
+    assert not out.exists()
+    assert [path.name for path in sorted(work_path(out).glob("layer-*"))] == [
+        f"layer-0000{n}.safetensors" for n in (0, 1)
+    ]
+    refused = llmq("quantize", smollm2, *GPTQ, "--damp", "0.02", "-o", out)
+    assert refused.returncode == 2
+    assert "2 finished layers" in refused.stderr
+    assert "recipe: options.damp was null, is 0.02" in refused.stderr
+    assert llmq("quantize", smollm2, *GPTQ, "-o", out).returncode == 0
+    names = {path.name for path in whole.iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    for name in names - {REPORT_FILE, "quantization_report.html"}:  # which say how long it took
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    reports = [json.loads((folder / REPORT_FILE).read_text()) | {"duration_s": 0} for folder in (out, whole)]
+    assert reports[0] == reports[1]
