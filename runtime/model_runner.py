@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from llmq.runtime.sampling.logprobs import score_tokens
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
 
-# Rows of logits computed at once where every position of a prompt is scored: 128 × 49,152 words × 4 B = 24 MiB. Pieces
+# Rows of logits computed at once where positions of prompts are scored: 128 × 49,152 words × 4 B = 24 MiB. Pieces
 # of more than 32 MiB come zeroed from the operating system each time, which costs a third of the product.
 LOGITS_TILE = 128
 
@@ -67,7 +68,8 @@ class ModelRunner:
             return {}
         requests = [self._requests[item.request_id] for item in items]
         try:
-            hidden, query_start_loc, sampled = self._forward(items, requests)
+            hidden, sampled = self._forward(items, requests)
+            scored = self._score_prompts(items, requests, hidden)
         except Exception as error:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises where the device itself is lost: then nothing can go on
@@ -80,62 +82,89 @@ class ModelRunner:
             middle = len(items) // 2
             return self._compute(items[:middle]) | self._compute(items[middle:])
         results = {}
-        for index, (item, request, made) in enumerate(zip(items, requests, sampled, strict=True)):
-            chunk = hidden[query_start_loc[index] : query_start_loc[index + 1]]
-            results[request.request_id] = self._result(item, request, chunk, made)
+        for request, made, scores in zip(requests, sampled, scored, strict=True):
+            results[request.request_id] = _result(request, made, scores)
         return results
 
     def _forward(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest]
-    ) -> tuple[torch.Tensor, list[int], list[list[RequestResult]]]:
-        """(hidden states [num_tokens, hidden_size], where each item's begin, the samples of each item).
+    ) -> tuple[torch.Tensor, list[list[RequestResult]]]:
+        """(hidden states [num_tokens, hidden_size], the samples of each item).
 
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
         inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
         hidden = self.model.forward(inputs, self.store, self.attention)
         ends = [inputs.query_start_loc[index + 1] - 1 for index, item in enumerate(items) if item.samples]
         if not ends:
-            return hidden, inputs.query_start_loc, [[] for _ in items]
+            return hidden, [[] for _ in items]
         groups = [request.sampled_as() if item.samples else [] for item, request in zip(items, requests, strict=True)]
         logits = self.model.logits(hidden[torch.tensor(ends, device=self.device)])
         counts = torch.tensor([len(group) for group in groups if group], device=self.device)
         rows = [request for group in groups for request in group]
         made = iter(self.sampler(logits.repeat_interleave(counts, dim=0), rows))
-        return hidden, inputs.query_start_loc, [list(itertools.islice(made, len(group))) for group in groups]
+        return hidden, [list(itertools.islice(made, len(group))) for group in groups]
 
-    def _result(
-        self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor, sampled: list[RequestResult]
-    ) -> RequestResult:
-        """What an item brings. An error of one of several sequences of a prompt is an error of all."""
-        error = next((one.error for one in sampled if one.error is not None), None)
-        prompt_logprobs: list[TokenLogprobs] = []
-        if request.score_prompt and error is None:
-            try:
-                prompt_logprobs = self._score_prompt(item, request, hidden)
-            except Exception as raised:
-                error = describe(raised)
-        if error is not None:
-            return RequestResult(error=error)
-        if not sampled:
-            return RequestResult(prompt_logprobs=prompt_logprobs)
-        own, *others = sampled
-        request.token_ids.extend(own.token_ids)
-        forks = {name: made for (name, _), made in zip(request.forks, others, strict=True)}
-        request.forks = []
-        return msgspec.structs.replace(own, prompt_logprobs=prompt_logprobs, forks=forks)
+    def _score_prompts(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], hidden: torch.Tensor
+    ) -> "list[_Scores]":
+        """Log probabilities of the prompt tokens that each item's chunk predicts: position p is predicted at p - 1.
 
-    def _score_prompt(
-        self, item: ScheduledRequest, request: RunnerRequest, hidden: torch.Tensor
-    ) -> list[TokenLogprobs]:
-        """Log probabilities of the prompt tokens that this chunk predicts: position p is predicted at p - 1."""
-        params, start = request.params, item.num_computed_tokens
-        first = max(params.prompt_logprobs_start - 1, start)
-        end = min(start + item.num_scheduled_tokens, request.num_prompt_tokens - 1)
-        entries = []
-        for tile in range(first, end, LOGITS_TILE):
-            tile_end = min(tile + LOGITS_TILE, end)
-            logits = self.model.logits(hidden[tile - start : tile_end - start])
+        Rows of all items go through the head together: it is the model's largest matrix, and reading it again for the
+        few rows of each short continuation would cost more than a layer.
+        """
+        scores = [_Scores() for _ in items]
+        owners: list[int] = []  # of each scored row: its item,
+        positions: list[int] = []  # its position,
+        rows: list[int] = []  # and where it lies in `hidden`
+        begin = 0
+        for index, (item, request) in enumerate(zip(items, requests, strict=True)):
+            start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+            if request.score_prompt:
+                first = max(request.params.prompt_logprobs_start - 1, start)
+                scored = range(first, min(end, request.num_prompt_tokens - 1))
+                owners += [index] * len(scored)
+                positions += scored
+                rows += range(begin + first - start, begin + first - start + len(scored))
+            begin += item.num_scheduled_tokens
+        for tile in range(0, len(rows), LOGITS_TILE):
+            logits = self.model.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])
+            offset = 0
+            for index, of_item in itertools.groupby(owners[tile : tile + LOGITS_TILE]):
+                count, position = len(list(of_item)), positions[tile + offset]
+                self._score_rows(requests[index], position, logits[offset : offset + count], scores[index])
+                offset += count
+        return scores
+
+    def _score_rows(self, request: RunnerRequest, position: int, logits: torch.Tensor, scores: "_Scores") -> None:
+        """Add what `logits` say of the prompt tokens behind `position`. What fails is this request's error."""
+        if scores.error is not None:
+            return
+        try:
             if self.logits_observer is not None:
-                self.logits_observer(request.request_id, tile, logits)
-            entries += score_tokens(logits, request.token_ids[tile + 1 : tile_end + 1], params.prompt_logprobs)
-        return entries
+                self.logits_observer(request.request_id, position, logits)
+            targets = request.token_ids[position + 1 : position + 1 + len(logits)]
+            scores.entries += score_tokens(logits, targets, request.params.prompt_logprobs)
+        except Exception as raised:
+            scores.error = describe(raised)
+
+
+@dataclass
+class _Scores:
+    """Of one item: the prompt positions predicted in this step, in order, or why there are none."""
+
+    entries: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+
+
+def _result(request: RunnerRequest, sampled: list[RequestResult], scores: _Scores) -> RequestResult:
+    """What an item brings. An error of one of several sequences of a prompt is an error of all."""
+    error = next((one.error for one in sampled if one.error is not None), scores.error)
+    if error is not None:
+        return RequestResult(error=error)
+    if not sampled:
+        return RequestResult(prompt_logprobs=scores.entries)
+    own, *others = sampled
+    request.token_ids.extend(own.token_ids)
+    forks = {name: made for (name, _), made in zip(request.forks, others, strict=True)}
+    request.forks = []
+    return msgspec.structs.replace(own, prompt_logprobs=scores.entries, forks=forks)

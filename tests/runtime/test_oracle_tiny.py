@@ -5,6 +5,8 @@ import random
 import pytest
 from engine_driver import Reference, force_preemption, greedy, run_all
 
+from llmq.runtime import model_runner
+
 FAMILIES = [
     {},
     {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
@@ -168,3 +170,38 @@ def test_every_logit_is_observed_once(tiny_llama, make_engine):
     assert sorted(seen) == list(range(len(prompt) - 1))
     for position, logits in seen.items():
         assert logits.log_softmax(-1).tolist() == pytest.approx(expected[position].tolist(), abs=1e-4)
+
+
+def test_scoring_computes_no_token_whose_successor_nobody_asks_for(tiny_llama, make_engine):
+    engine = make_engine(tiny_llama())
+    for length, start, computed in [(33, 33, 32), (33, 33, 16), (49, 40, 16), (17, 17, 16), (1, 1, 1)]:
+        before = engine.stats().prompt_tokens
+        params = greedy(0, prompt_logprobs=0, prompt_logprobs_start=start)
+        (made,) = run_all(engine, [[504] * length], params)
+        assert (made.finish_reason, len(made.prompt_logprobs)) == ("length", length - start)
+        assert engine.stats().prompt_tokens - before == computed
+
+
+def test_the_scored_rows_of_a_step_go_through_the_head_together(tiny_llama, make_engine, monkeypatch):
+    folder = tiny_llama()
+    given = [[(7 * index + 11 * position) % 480 + 3 for position in range(9 + 5 * index)] for index in range(5)]
+    starts = [len(prompt) - 1 - index for index, prompt in enumerate(given)]
+    params = [greedy(0, prompt_logprobs=index, prompt_logprobs_start=start) for index, start in enumerate(starts)]
+    engine = make_engine(folder)
+    model, sizes = engine.executor.runner.model, []
+    original = model.logits
+
+    def logits(hidden):
+        sizes.append(len(hidden))
+        return original(hidden)
+
+    monkeypatch.setattr(model, "logits", logits)
+    monkeypatch.setattr(model_runner, "LOGITS_TILE", 4)
+    made = run_all(engine, given, params)
+    assert sizes == [4, 4, 4, 3]  # 1 + 2 + 3 + 4 + 5 rows, split where a tile ends and not where a request does
+    reference = Reference(folder)
+    for index, (prompt, start, one) in enumerate(zip(given, starts, made, strict=True)):
+        rows = reference.log_probs(prompt)[start - 1 : -1]
+        expected = [row[token].item() for row, token in zip(rows, prompt[start:], strict=True)]
+        assert [entry.logprob for entry in one.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
+        assert [len(entry.top) for entry in one.prompt_logprobs] == [index] * (index + 1)
