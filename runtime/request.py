@@ -131,6 +131,13 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_tokens_to_compute(self) -> int:
+        """Tokens that a forward has to see. Where a prompt is scored and nothing generated, nobody asks what follows
+        its last token."""
+        num_tokens = len(self.token_ids)
+        return num_tokens - 1 if self.sampling_params.max_tokens == 0 and num_tokens > 1 else num_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -153,7 +160,7 @@ class Request:
     def max_cached_tokens(self) -> int:
         """How many leading tokens may come from the prefix cache: one is left to compute, and so is every position
         whose prompt log probability was asked for (position p is predicted at p - 1)."""
-        limit = self.num_tokens - 1
+        limit = self.num_tokens_to_compute - 1
         if self.prompt_logprobs_pending:
             limit = min(limit, self.sampling_params.prompt_logprobs_start - 1)
         return limit

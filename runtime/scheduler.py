@@ -101,7 +101,7 @@ class Scheduler:
                 break
             if request.search is not None and request.is_held:
                 continue
-            num_new = self._chunk(len(request.token_ids), request.num_computed_tokens, budget)
+            num_new = self._chunk(request.num_tokens_to_compute, request.num_computed_tokens, budget)
             while not (fits := allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
@@ -141,7 +141,7 @@ class Scheduler:
                 continue  # the same prefix is being computed: it waits, and takes it from the cache
             if not self.admission.has_room(request, hit, self.running if scheduled else ()):
                 return  # nobody overtakes: a large request would wait for ever
-            num_new = self._chunk(request.num_tokens, hit.num_tokens, budget)
+            num_new = self._chunk(request.num_tokens_to_compute, hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit):
                 return
             self.waiting.remove(request)
@@ -179,7 +179,7 @@ class Scheduler:
             if made.prompt_logprobs:
                 request.prompt_logprobs.extend(made.prompt_logprobs)
             self.kv.commit(request)
-            if request.num_computed_tokens >= len(request.token_ids):
+            if request.num_computed_tokens >= request.num_tokens_to_compute:
                 outputs += self._advance(request, made)
         return outputs
 
