@@ -11,6 +11,9 @@ from llmq.runtime.kv_store import KVStore
 
 # Sequences of one call are padded to the longest of them; another call is cheaper than reading this much more.
 MAX_PADDING = 1.5
+# Sequences with at most this many queries share calls, by similar numbers of queries too: a call costs as much as the
+# attention of some dozens of queries. A longer chunk is computed alone, causally and without a mask where it can be.
+MAX_SHARED_QUERIES = 64
 # A chunk of a longer prompt goes through the CPU's kernel this many queries at a time, with the keys that they see: the
 # kernel computes what a mask hides too. Much fewer queries read the keys too often.
 QUERIES_PER_TILE = 256
@@ -20,7 +23,7 @@ SCORES_PER_TILE = 2**24
 
 @dataclass(frozen=True)
 class _Call:
-    """Sequences with the same number of queries, computed together, keys padded to the longest."""
+    """Sequences computed together, padded to the most queries (by repeating a sequence's last one) and keys."""
 
     tokens: torch.Tensor  # [batch, num_queries]: rows of the step
     table: torch.Tensor  # [batch, width]: blocks that hold the keys
@@ -111,22 +114,30 @@ def _softcapped_attention(
 
 
 def _batches(metadata: AttentionMetadata) -> list[list[int]]:
-    """Sequences to compute together: single queries by similar length, everything else alone."""
+    """Sequences to compute together: few queries by similar numbers of queries and keys, long chunks alone."""
     num_keys = [metadata.seq_lens[s] - metadata.first_key(s) for s in range(len(metadata.seq_lens))]
-    single = [s for s in range(len(num_keys)) if metadata.num_queries(s) == 1]
-    batches = [[s] for s in range(len(num_keys)) if metadata.num_queries(s) != 1]
-    current: list[int] = []
-    for sequence in sorted(single, key=num_keys.__getitem__):
-        if current and num_keys[sequence] > MAX_PADDING * num_keys[current[0]] + metadata.block_tokens:
-            batches.append(current)
-            current = []
-        current.append(sequence)
-    return [*batches, current] if current else batches
+    num_queries = [metadata.num_queries(s) for s in range(len(num_keys))]
+    batches = [[s] for s, count in enumerate(num_queries) if count > MAX_SHARED_QUERIES]
+    short = [s for s, count in enumerate(num_queries) if count <= MAX_SHARED_QUERIES]
+    for same in _runs(sorted(short, key=num_queries.__getitem__), num_queries, slack=0):
+        batches += _runs(sorted(same, key=num_keys.__getitem__), num_keys, slack=metadata.block_tokens)
+    return batches
+
+
+def _runs(ordered: list[int], sizes: list[int], slack: int) -> list[list[int]]:
+    """Sequences in order of size, split where padding the first to the size of the last would cost too much."""
+    runs: list[list[int]] = []
+    for sequence in ordered:
+        if not runs or sizes[sequence] > MAX_PADDING * sizes[runs[-1][0]] + slack:
+            runs.append([])
+        runs[-1].append(sequence)
+    return runs
 
 
 def _plan_call(metadata: AttentionMetadata, sequences: list[int]) -> _Call:
     device, size = metadata.block_table.device, metadata.block_tokens
-    num_queries = metadata.num_queries(sequences[0])
+    counts = torch.tensor([metadata.num_queries(s) for s in sequences], device=device)
+    num_queries = int(counts.max())
     starts = torch.tensor([metadata.query_start_loc[s] for s in sequences], device=device)
     seq_lens = torch.tensor([metadata.seq_lens[s] for s in sequences], device=device)
     first_blocks = torch.tensor([metadata.first_key(s) // size for s in sequences], device=device)
@@ -136,21 +147,22 @@ def _plan_call(metadata: AttentionMetadata, sequences: list[int]) -> _Call:
     columns = first_blocks[:, None] + torch.arange(-(-num_keys // size), device=device)
     columns = columns.clamp(max=metadata.block_table.shape[1] - 1)  # padding: any block, masked below
     key = torch.arange(num_keys, device=device)
-    query = lengths[:, None] - num_queries + torch.arange(num_queries, device=device)  # [batch, num_queries]
+    row = torch.arange(num_queries, device=device).minimum(counts[:, None] - 1)  # [batch, num_queries]
+    query = (lengths - counts)[:, None] + row
     mask = None
     if metadata.window is not None:
         mask = (key <= query[..., None]) & (key > query[..., None] - metadata.window)
-    elif num_queries == 1:
-        if len(sequences) > 1:
-            mask = key <= query[..., None]
-    elif num_queries != num_keys:  # torch's is_causal aligns the first query with the first key
+    elif len(sequences) > 1 or num_queries not in (1, num_keys):  # torch's is_causal aligns first query and first key
         mask = key <= query[..., None]
     return _Call(
-        tokens=starts[:, None] + torch.arange(num_queries, device=device),
+        tokens=starts[:, None] + row,
         table=metadata.block_table[torch.tensor(sequences, device=device)[:, None], columns],
         num_keys=num_keys,
         mask=mask,
-        tiles=_tiles(num_queries, num_keys, metadata.window, is_split=mask is not None and device.type == "cpu"),
+        tiles=_tiles(
+            *(num_queries, num_keys, metadata.window),
+            is_split=len(sequences) == 1 and mask is not None and device.type == "cpu",
+        ),
     )
 
 

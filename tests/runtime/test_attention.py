@@ -23,11 +23,12 @@ from llmq.runtime.kv_store import KVStore, Slots
     block_tokens=st.sampled_from([1, 4, 16]),
     softcap=st.sampled_from([None, 0.5, 5.0]),
     tiles=st.sampled_from([(1, 1), (100, 3), (sdpa.SCORES_PER_TILE, sdpa.QUERIES_PER_TILE)]),
+    shared=st.sampled_from([0, 3, sdpa.MAX_SHARED_QUERIES]),
     seed=st.integers(0, 1000),
 )
-def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, softcap, tiles, seed):
+def test_sdpa_equals_the_definition(sequences, heads, window, block_tokens, softcap, tiles, shared, seed):
     queries, store, metadata = build(sequences, *heads, 8, window, block_tokens, seed)
-    with patch.multiple(sdpa, SCORES_PER_TILE=tiles[0], QUERIES_PER_TILE=tiles[1]):
+    with patch.multiple(sdpa, SCORES_PER_TILE=tiles[0], QUERIES_PER_TILE=tiles[1], MAX_SHARED_QUERIES=shared):
         made = [
             backend(queries, 1, store, backend.prepare(metadata), 0.3, softcap)
             for backend in (ReferenceAttention(), SdpaAttention())
