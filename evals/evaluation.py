@@ -19,6 +19,9 @@ from llmq.runtime.engine import Engine
 from llmq.runtime.frontend.tokenizer import Tokenizer
 
 DEFAULT_WINDOW = 2048
+# The contexts that answers of an item share end anywhere, what is found in the prefix cache ends on a block's border:
+# with blocks of 4 tokens 30 % fewer are computed on ARC-Easy than with 16, 22 % fewer on HellaSwag.
+BLOCK_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Subject:
         numerics: Numerics,
         *,
         max_model_len: int | None = None,
-        max_num_seqs: int = 32,
+        max_num_seqs: int = 64,
         enable_prefix_caching: bool = True,
     ) -> "Subject":
         """`max_model_len` None: the model's own context, as far as memory holds it."""
@@ -44,6 +47,7 @@ class Subject:
             model=str(folder),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            block_tokens=BLOCK_TOKENS,
             enable_prefix_caching=enable_prefix_caching,
             **asdict(numerics),
         )

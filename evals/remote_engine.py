@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 
-from llmq.evals.stepping import MAX_IN_FLIGHT
 from llmq.profiles.errors import FailedError, InputError
 from llmq.runtime.request import EngineInfo, EngineRequest, RequestOutput, TokenLogprobs
 from llmq.runtime.sampling_params import SamplingParams
 
+MAX_CONNECTIONS = 64
 _ANSWER_TIMEOUT_S = 600.0  # without a byte
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHERE_SET = ("seed", "min_tokens", "ignore_eos")
@@ -40,10 +40,10 @@ class RemoteEngine:
             base_url=url,
             headers=authorization(api_key),
             timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0),
-            limits=httpx.Limits(max_connections=MAX_IN_FLIGHT),
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
             trust_env=False,
         )
-        self._pool = ThreadPoolExecutor(MAX_IN_FLIGHT, thread_name_prefix="llmq-eval")
+        self._pool = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="llmq-eval")
         self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._aborted: dict[str, threading.Event] = {}
 

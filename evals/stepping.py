@@ -6,7 +6,7 @@ from typing import Protocol
 from llmq.profiles.errors import FailedError
 from llmq.runtime.request import EngineInfo, EngineRequest, RequestOutput
 
-MAX_IN_FLIGHT = 64
+MAX_IN_FLIGHT = 128  # some wait, so that a step is full although some of them wait for a prefix that it computes
 
 
 class EngineLike(Protocol):
