@@ -13,9 +13,10 @@ _COMPUTE = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
 
 
 def decoder_work(
-    path: Path, weights: str | None = None, kv_dtype: str = "auto", tp: int = 1
+    path: Path, weights: str | None = None, kv_dtype: str = "auto", tp: int = 1, *, is_run: bool = False
 ) -> "tuple[DecoderWork, str, str]":
-    """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it."""
+    """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it. `is_run`: it shall run
+    here, so that a decoder which the runtime does not run is refused."""
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.checkpoint import has_weights, read_checkpoint, read_config, read_quantization
     from llmq.profiles.kv_spec import KVCacheLayout
@@ -25,7 +26,9 @@ def decoder_work(
     from llmq.runtime.dtypes import Dtypes, parse_dtype
 
     config = read_config(path)
-    architecture = ModelArchitecture.from_config(config).require_runnable()
+    architecture = ModelArchitecture.from_config(config)
+    if is_run:
+        architecture.require_runnable()
     engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
     dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
     if tp not in architecture.valid_tensor_parallel:
@@ -50,4 +53,5 @@ def datasheet(gpu: str, weights: str | None = None) -> "Machine":
     if field is None or not device.bandwidth_bytes_per_s:
         raise InputError(f"--gpu {gpu}: devices.toml has no rates of it")
     how = f"datasheet, dense {field.partition('_')[0].upper()}: {device.source}"
-    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how)
+    link = device.link_gb_s and device.link_gb_s * 1e9
+    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how, link)

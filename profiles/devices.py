@@ -24,6 +24,9 @@ class Device:
     fp8_tflops: float | None = None
     int8_tflops: float | None = None
     fp4_tflops: float | None = None
+    link_gb_s: float | None = None  # to other devices, one direction
+    price_per_hour: float | None = None  # US dollars, on demand
+    price_source: str = ""
     source: str = ""
     note: str = ""
 
@@ -69,6 +72,7 @@ def _read(path: Path | None) -> tuple[tuple[Device, tuple[str, ...]], ...]:
     return tuple((_device(entry, path), tuple(entry.get("aliases", ()))) for entry in entries)
 
 
+_TEXTS = ("name", "aliases", "source", "price_source", "note")
 _GIVEN = {field.name for field in fields(Device)} - {"memory_bytes", "bandwidth_bytes_per_s"}
 _KEYS = sorted({*_GIVEN, "aliases", "memory_gib", "bandwidth_gb_s"})
 
@@ -78,7 +82,7 @@ def _device(entry: dict[str, Any], path: Path | None) -> Device:
         raise InputError(f"--devices {path}: {', '.join(unknown)} is none of {', '.join(_KEYS)}")
     if missing := [key for key in ("name", "memory_gib", "source") if not entry.get(key)]:
         raise InputError(f"--devices {path}: a [[device]] without {', '.join(missing)}")
-    numbers = {key: value for key, value in entry.items() if key not in ("name", "aliases", "source", "note")}
+    numbers = {key: value for key, value in entry.items() if key not in _TEXTS}
     for key, value in numbers.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise InputError(f"--devices {path}: {key} = {value!r} of {entry['name']}: a number above 0 is expected")

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.kv_spec import KVCacheLayout
-from llmq.profiles.weight_size import linear_shapes, other_parameters
+from llmq.profiles.weight_size import experts_of, linear_shapes, other_parameters
 
 _MOST_BATCH = 1 << 16
 
@@ -22,6 +22,8 @@ class Machine:
     bandwidth_bytes_per_s: float
     flops_per_s: float  # dense, in the format of the products; 2 for a multiply-add
     how: str
+    link_bytes_per_s: float | None = None  # to the other ranks, in one direction; None: not known
+    computes_in_4_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class StepWork:
     weight_bytes: float
     kv_bytes: float
     flops: float
+    num_tokens: int = 1
+    expert_flops: float = 0.0  # of `flops`, those in routed experts
+    expert_passes: float = 0.0  # of one token through one expert of one layer
 
     @property
     def num_bytes(self) -> float:
@@ -64,22 +69,17 @@ class DecoderWork:
     head_parameters: int  # multiplied with the tokens whose logits are wanted
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_layers: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any], layout: KVCacheLayout, weight_bytes: int, ranks: int = 1) -> "DecoderWork":
         """`weight_bytes`: of the whole model as it is held, experts in the same format as the other linears, what is no
         linear in 16 bit. Raises InputError for an architecture whose linears are not known."""
-        arch = ModelArchitecture.from_config(config)
-        merged = {**config, **(config.get("text_config") or {})}
-        linears = sum(one.out_features * one.in_features * one.count for one in linear_shapes(config))
+        arch, shapes, experts = ModelArchitecture.from_config(config), linear_shapes(config), experts_of(config)
+        linears = sum(one.out_features * one.in_features * one.count for one in shapes)
+        routed = sum(one.out_features * one.in_features * one.count for one in shapes if one.is_expert)
         table = arch.vocab_size * arch.hidden_size
         held_beside = 2 * other_parameters(config)
-        experts = arch.family.experts
-        count = chosen = routed = 0
-        if experts is not None:
-            count, chosen = experts.count.of(merged), experts.per_token.of(merged)
-            sparse = sum(experts.has_layer(layer, merged) for layer in range(arch.num_layers))
-            routed = 3 * arch.hidden_size * experts.intermediate_size.of(merged) * count * sparse
         expert_bytes = max(0, weight_bytes - held_beside) * routed / linears
         unread = 0 if arch.tie_word_embeddings else 2 * table
         return cls(
@@ -91,8 +91,11 @@ class DecoderWork:
             dense_parameters=linears - routed,
             expert_parameters=routed,
             head_parameters=table,
-            num_experts=count,
-            experts_per_token=chosen,
+            num_experts=experts.count if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
+            expert_layers=max((one.count for one in shapes if one.is_expert), default=0) // experts.count
+            if experts
+            else 0,
         )
 
     def decode(self, batch: int, context: int) -> StepWork:
@@ -102,6 +105,7 @@ class DecoderWork:
             weight_bytes=self._weights_read(batch),
             kv_bytes=batch * (self.layout.needed_bytes(context) + self.layout.state_bytes),
             flops=2 * batch * (self._parameters_per_token + self.head_parameters + attention) / self.ranks,
+            **self._in_experts(batch),
         )
 
     def prefill(self, num_tokens: int) -> StepWork:
@@ -110,6 +114,7 @@ class DecoderWork:
             weight_bytes=self._weights_read(num_tokens),
             kv_bytes=self.layout.needed_bytes(num_tokens) + self.layout.state_bytes,
             flops=self.request_flops(num_tokens, 1) / self.ranks,
+            **self._in_experts(num_tokens),
         )
 
     def request_flops(self, num_prompt: int, num_output: int, num_cached: int = 0) -> float:
@@ -137,10 +142,20 @@ class DecoderWork:
     def _weights_read(self, num_tokens: int) -> float:
         return (self.dense_bytes + self.expert_bytes * self.experts_read(num_tokens)) / self.ranks
 
+    def _in_experts(self, num_tokens: int) -> dict[str, Any]:
+        return {
+            "num_tokens": num_tokens,
+            "expert_flops": 2 * num_tokens * self._expert_parameters_per_token / self.ranks,
+            "expert_passes": num_tokens * self.expert_layers * self.experts_per_token / self.ranks,
+        }
+
+    @property
+    def _expert_parameters_per_token(self) -> float:
+        return self.expert_parameters * self.experts_per_token / self.num_experts if self.num_experts else 0.0
+
     @property
     def _parameters_per_token(self) -> float:
-        share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
-        return self.dense_parameters + self.expert_parameters * share
+        return self.dense_parameters + self._expert_parameters_per_token
 
     def _attention(self, num_tokens: int) -> int:
         """Multiply-adds of the first `num_tokens` queries: the i-th sees i tokens, or its layer's window."""
@@ -158,4 +173,8 @@ class DecoderWork:
     def _attention_layers(self) -> list[tuple[int, int | None]]:
         """For each layer (multiply-adds of a query and one token that it sees: q·k and the sum over v, window)."""
         heads = self.architecture.num_attention_heads
-        return [(heads * (layer.head_dim_k + layer.head_dim_v), layer.window) for layer in self.architecture.keys]
+        # A latent is its own value, all but its rope part.
+        return [
+            (heads * (layer.head_dim_k + (layer.head_dim_v or layer.head_dim_k)), layer.window)
+            for layer in self.architecture.keys
+        ]

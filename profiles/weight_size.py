@@ -9,7 +9,7 @@ from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint, read_config, read_quantization
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, value
-from llmq.profiles.linear_shape import LinearShape, UnknownWeightsError
+from llmq.profiles.linear_shape import Experts, LinearShape, UnknownWeightsError
 from llmq.profiles.safetensors_file import REMOTE_HEADERS
 from llmq.profiles.units import parse_bytes
 from llmq.profiles.weight_storage import WEIGHT_SHAPE_BYTES, WeightStorage, declared_storage
@@ -111,9 +111,18 @@ def linear_shapes(config: dict[str, Any]) -> list[LinearShape]:
     if sparse:
         experts, ffn = family.experts, family.experts.intermediate_size.of(merged)
         count = sparse * experts.count.of(merged)
-        shapes += [LinearShape(name, ffn, hidden, count) for name in (experts.gate, experts.up)]
-        shapes.append(LinearShape(experts.down, hidden, ffn, count))
+        shapes += [LinearShape(name, ffn, hidden, count, is_expert=True) for name in (experts.gate, experts.up)]
+        shapes.append(LinearShape(experts.down, hidden, ffn, count, is_expert=True))
     return shapes
+
+
+def experts_of(config: dict[str, Any]) -> Experts | None:
+    """None: a decoder without routed experts. Raises InputError for an architecture that is not known."""
+    merged = _text_config(config)
+    if row := WEIGHT_ROWS.get(str(merged.get("model_type"))):
+        return row.experts_of(merged)
+    experts = _family(config).experts
+    return Experts(experts.count.of(merged), experts.per_token.of(merged)) if experts else None
 
 
 def other_parameters(config: dict[str, Any]) -> int:

@@ -1,14 +1,16 @@
 """The weights of decoders that only the planner knows, as rows: what `families` says of those that the runtime runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.layer_patterns import ONE, Config, Field, field
-from llmq.profiles.linear_shape import LinearShape, UnknownWeightsError
+from llmq.profiles.linear_shape import Experts, LinearShape, UnknownWeightsError
 
 _NO = Field((), 0)
 _HIDDEN_EXPERT = field("moe_intermediate_size")
+_DENSE = field("intermediate_size")
+_PER_TOKEN = field("num_experts_per_tok", "num_experts_per_token")
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,10 @@ class WeightRow:
     """Attention and MLP of a decoder with two RMSNorms a layer, a final one, and a gated MLP.
 
     attention: q, k and v of heads, or multi-head latent attention, with an indexer beside it where `indexer`.
-    sinks: a number for each head that attention sees as one more key. experts: in all layers but the first `dense`; 0:
-    none. shared: experts that every token passes, as one MLP of so many times the width of one; or of `shared_width`,
-    with a gate of one number. router_bias: a number for each expert that its score gets.
+    sinks: a number for each head that attention sees as one more key. experts: in each `sparse_step`-th layer but the
+    first `dense`, other layers having an MLP of `dense_width`; 0: none. per_token: experts that a token is sent to.
+    shared: experts that every token passes, as one MLP of so many times the width of one; or of `shared_width`, with a
+    gate of one number. router_bias: a number for each expert that its score gets.
     """
 
     attention: Literal["heads", "latent"] = "heads"
@@ -29,7 +32,10 @@ class WeightRow:
     indexer: bool = False
     sinks: bool = False
     dense: Field = _NO
+    dense_width: Field = _DENSE
+    sparse_step: Field = ONE
     experts: Field = _NO
+    per_token: Field = _PER_TOKEN
     expert_width: Field = _HIDDEN_EXPERT
     shared: Field = _NO
     shared_width: Field = _NO
@@ -48,13 +54,14 @@ class WeightRow:
             )
             made.append(LinearShape("self_attn.indexer.wk", width, hidden, number))
             made.append(LinearShape("self_attn.indexer.weights_proj", heads, hidden, number))
-        experts = self.experts.of(config) or 0
-        dense = min(layers, self.dense.of(config) or 0) if experts else layers
-        if dense:
-            made += _mlp("mlp.", arch.intermediate_size or field("intermediate_size").number(config), hidden, dense)
-        if experts and layers > dense:
-            width, sparse = self.expert_width.number(config), layers - dense
-            made += _mlp("mlp.experts.", width, hidden, sparse * experts, self.expert_bias)
+        sparse = self._sparse_layers(arch, config)
+        if dense := layers - sparse:
+            made += _mlp("mlp.", self.dense_width.number(config), hidden, dense)
+        if sparse:
+            width, count = self.expert_width.number(config), sparse * self.experts.number(config)
+            made += [
+                replace(one, is_expert=True) for one in _mlp("mlp.experts.", width, hidden, count, self.expert_bias)
+            ]
             if shared := self.shared_width.of(config) or width * (self.shared.of(config) or 0):
                 made += _mlp("mlp.shared_experts.", shared, hidden, sparse)
         return made
@@ -66,11 +73,19 @@ class WeightRow:
         norms = (2 * layers + 1) * hidden + layers * self._attention_norms(arch, config)
         if self.indexer:  # a LayerNorm: weight and bias
             norms += 2 * field("index_head_dim").number(config) * sum(layer.index_bytes > 0 for layer in arch.keys)
-        experts = self.experts.of(config) or 0
-        sparse = max(0, layers - (self.dense.of(config) or 0))
+        experts, sparse = self.experts.of(config) or 0, self._sparse_layers(arch, config)
         routers = sparse * (experts * (hidden + self.router_bias) + hidden * bool(self.shared_width.of(config)))
         biases = sum(linear.out_features * linear.count for linear in self.linears(arch, config) if linear.bias)
         return embeddings + norms + routers + biases + layers * arch.num_attention_heads * self.sinks
+
+    def experts_of(self, config: Config) -> Experts | None:
+        count = self.experts.of(config)
+        return Experts(count, self.per_token.number(config)) if count else None
+
+    def _sparse_layers(self, arch: ModelArchitecture, config: Config) -> int:
+        if not self.experts.of(config):
+            return 0
+        return max(0, arch.num_layers - (self.dense.of(config) or 0)) // self.sparse_step.number(config)
 
     def _head_linears(self, arch: ModelArchitecture, config: Config) -> list[LinearShape]:
         layers, hidden = arch.num_layers, arch.hidden_size
@@ -189,6 +204,15 @@ WEIGHT_ROWS = {
         expert_width=field("intermediate_size"),
         expert_bias=True,
         router_bias=True,
+    ),
+    "llama4_text": WeightRow(
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        dense_width=field("intermediate_size_mlp"),
+        sparse_step=field("interleave_moe_layer_step", default=1),
+        experts=field("num_local_experts"),
+        expert_width=field("intermediate_size"),
+        shared=ONE,
     ),
     "seed_oss": WeightRow(qkv_bias=_ATTENTION_BIAS, o_bias=field("attention_out_bias", default=False)),
 }

@@ -63,7 +63,7 @@ def test_fewer_bits_and_more_ranks_lower_the_floor(llama_8b):
 
 def test_a_table_for_people(llama_8b):
     shown = profile(llama_8b, "--gpu", "h100", "--tp", "2")
-    for words in ("3,350.0 GB/s", "decode, batch 32, 512 tokens", "memory", "For one of 2 ranks", "bound by memory"):
+    for words in ("3,350.0 GB/s", "32 × 512", "80 % within", "memory", "For one of 2 ranks", "bound by memory"):
         assert words in shown
 
 
@@ -100,3 +100,26 @@ def test_a_model_is_measured_on_this_machine(tiny_llama, capfd):
     shown = profile(tiny_llama(), "--batch", "1", "--ctx", "64", "--threads", "1")
     assert "floor / measured" in shown
     assert "Where the time of decode, batch 1, 64 tokens went" in shown
+
+
+def test_what_an_engine_is_expected_to_take_beside_the_floor(llama_8b):
+    found = json.loads(profile(llama_8b, "--gpu", "h100", "--batch", "1,64", "--ctx", "2k", "--json"))
+    for step in found["steps"]:
+        expected = step["expected_s"]
+        assert step["floor_s"] < expected["low"] < expected["expected"] < expected["high"]
+        assert step["experts_read"] is None
+
+
+def test_experts_that_a_step_reads_by_its_batch(tmp_path):
+    moe = {
+        **LLAMA_8B,
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "kv_lora_rank": 512,
+    }
+    moe |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps({**moe, "n_shared_experts": 1}))
+    found = json.loads(profile(tmp_path, "--gpu", "h100", "--batch", "1,16", "--json"))
+    assert [step["experts_read"] for step in found["steps"][:2]] == pytest.approx([4 / 64, 1 - (1 - 4 / 64) ** 16])
+    assert "4 of 64 experts a token" in profile(tmp_path, "--gpu", "h100")
