@@ -1,4 +1,5 @@
 #include "bindings.h"
+#include "linear.h"
 #include "pack.h"
 
 namespace nb = nanobind;
@@ -16,6 +17,10 @@ void bind_linear(nb::module_& module) {
       .value("bf16", Scales::bf16)
       .value("fp16", Scales::fp16)
       .value("fp32", Scales::fp32);
+  nb::enum_<Activations::Mode>(module, "Activations")
+      .value("exact", Activations::Mode::exact)
+      .value("int8_group", Activations::Mode::int8_group)
+      .value("int8_row", Activations::Mode::int8_row);
 
   nb::class_<PackedWeight>(module, "PackedWeight", "A linear's weight as the kernels read it; borrows its tensors.")
       .def(
@@ -61,6 +66,16 @@ void bind_linear(nb::module_& module) {
         pack_groups(element_bytes, pointer<void>(rows), out_features, groups, pointer<void>(packed));
       },
       "element_bytes"_a, "rows"_a, "out_features"_a, "groups"_a, "packed"_a);
+  module.def(
+      "linear",
+      [](const PackedWeight& weight, Activations::Mode mode, float input_scale, uintptr_t x, int64_t num_rows,
+         int64_t x_stride, uintptr_t y, int64_t y_stride, bool is_fp32) {
+        nb::gil_scoped_release release;
+        linear(weight, {mode, input_scale}, pointer<uint16_t>(x), num_rows, x_stride, pointer<void>(y), y_stride,
+               is_fp32 ? Output::fp32 : Output::bf16);
+      },
+      "weight"_a, "activations"_a, "input_scale"_a, "x"_a, "num_rows"_a, "x_stride"_a, "y"_a, "y_stride"_a,
+      "is_fp32"_a, "y = x W^T + bias: bf16 [num_rows, in_features] -> bf16 or fp32 [num_rows, out_features].");
 }
 
 }  // namespace llmq

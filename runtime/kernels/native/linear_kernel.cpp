@@ -1,0 +1,611 @@
+// linear() by the vectors of one instruction set.
+//
+// Few rows go straight through the packed lines, several blocks of outputs at once. More rows share what unpacking
+// costs: some blocks' lines are unpacked for a stretch of the input that stays in the second-level cache, and tiles of
+// rows go through it. Both form each output in the same order, so that a row's numbers do not depend on its neighbours.
+
+#include <immintrin.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "inline.h"
+#include "linear.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace llmq::LLMQ_ISA {
+namespace {
+
+#ifdef __AVX512F__
+#include "simd_avx512.h"
+#else
+#include "simd_avx2.h"
+#endif
+
+// std::min and the like may not be inlined, and then be of any object file.
+LLMQ_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+LLMQ_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+LLMQ_INLINE float max(float a, float b) { return a > b ? a : b; }
+
+constexpr int kFewRows = 4;
+constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
+constexpr int64_t kRowsOfTask = 96;  // that share it
+constexpr int64_t kPrefetchBytes = 1024;
+
+constexpr int64_t line_bytes(Numbers numbers) {  // of 8 inputs and kLane outputs
+  return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int8 ? 128 : 64;
+}
+
+// ---- The input, made ready
+
+// Exact: pairs of inputs, and where a weight is asymmetric the sum of each group.
+struct ExactInput {
+  using Item = InputPair;
+  static constexpr int kItemsOfStep = 4;  // of 8 inputs
+  const InputPair* items;
+  int64_t stride;
+  const float* sums;  // [rows][groups]
+};
+
+// Rounded: four int8 an item. x is about scale * q.
+struct RoundedInput {
+  using Item = int32_t;
+  static constexpr int kItemsOfStep = 2;
+  const int32_t* items;
+  int64_t stride;
+  const float* sums;     // [rows][groups], scale * (sum of q)
+  const float* scales;   // [rows][groups]
+  const int32_t* starts;  // [rows][groups], -(sum of q) * (zero of a symmetric weight): what a sum of u * q begins with
+};
+
+struct Rows {
+  const uint16_t* x;
+  int64_t stride;
+};
+
+// x in the order of the weight's columns, filled up with zeros, as floats.
+void gather(const PackedWeight& w, const uint16_t* x, float* to) {
+  int64_t k = 0;
+  if (!w.column_order) {
+    for (; k + kLane <= w.in_features; k += kLane) store_floats(to + k, load_bf16(x + k));
+  }
+  for (; k < w.in_features; k++) {
+    const uint32_t bits = uint32_t{x[w.column_order ? w.column_order[k] : k]} << 16;
+    memcpy(to + k, &bits, 4);
+  }
+  for (; k < w.padded_in() + kLane; k++) to[k] = 0;
+}
+
+float sum(const float* x, int64_t count) {
+  Floats total = zero_floats();
+  int64_t k = 0;
+  for (; k + kLane <= count; k += kLane) total = add(total, load_floats(x + k));
+  float rest = 0;
+  for (; k < count; k++) rest += x[k];
+  return sum_of(total) + rest;
+}
+
+void prepare_row(const PackedWeight& w, const float* x, InputPair* items, float* sums) {
+#ifdef __AVX512BF16__
+  auto* halves = reinterpret_cast<uint16_t*>(items);
+  for (int64_t k = 0; k < w.padded_in(); k += 8) {
+    uint16_t sixteen[kLane];
+    store_bf16(sixteen, load_floats(x + k));
+    memcpy(halves + k, sixteen, 16);
+  }
+#else
+  memcpy(items, x, w.padded_in() * sizeof(float));
+#endif
+  if (!sums) return;
+  for (int64_t g = 0; g < w.num_groups(); g++) {
+    const int64_t first = g * w.group_size, end = min(first + w.group_size, w.in_features);
+    sums[g] = sum(x + first, end - first);
+  }
+}
+
+float largest(const float* x, int64_t count) {
+  Floats most = zero_floats();
+  int64_t k = 0;
+  for (; k + kLane <= count; k += kLane) most = maximum(most, absolute(load_floats(x + k)));
+  float result = maximum_of(most);
+  for (; k < count; k++) result = max(result, __builtin_fabsf(x[k]));
+  return result;
+}
+
+void prepare_row(const PackedWeight& w, Activations activations, const float* x, int8_t* q, float* sums, float* scales,
+                 int32_t* starts) {
+  const int32_t center = w.numbers_type == Numbers::int4 ? 8 : 128;
+  const int64_t groups = w.num_groups();
+  const bool by_group = activations.mode == Activations::Mode::int8_group;
+  float scale = activations.input_scale;
+  if (!by_group && scale == 0) scale = max(largest(x, w.in_features), 1e-12f) / 127.5f;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t first = g * w.group_size, end = g + 1 == groups ? w.padded_in() : first + w.group_size;
+    if (by_group) scale = max(largest(x + first, end - first), 1e-12f) / 127;
+    const Floats divisor = broadcast(scale);
+    int32_t total = 0;
+    for (int64_t k = first; k < end; k += kLane) {
+      alignas(64) int8_t sixteen[kLane];
+      round_to_int8(divide(load_floats(x + k), divisor), sixteen);
+      const int64_t count = min(kLane, end - k);
+      memcpy(q + k, sixteen, count);
+      for (int64_t i = 0; i < count; i++) total += sixteen[i];
+    }
+    scales[g] = scale;
+    sums[g] = scale * static_cast<float>(total);
+    starts[g] = -center * total;
+  }
+}
+
+struct InputMemory {
+  Scratch items, sums, scales, starts;
+};
+
+template <class Body>
+void for_rows(int64_t num_rows, const Body& body) {
+  if (num_rows <= kFewRows) {
+    for (int64_t row = 0; row < num_rows; row++) body(row);
+    return;
+  }
+  thread_pool().parallel_for(num_rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; row++) body(row);
+  });
+}
+
+float* row_of_floats(const PackedWeight& w) {
+  thread_local Scratch memory;
+  return memory.get<float>(w.padded_in() + 2 * kLane);
+}
+
+ExactInput prepare_exact(const PackedWeight& w, Rows rows, int64_t num_rows, InputMemory& memory) {
+  const bool needs_sums = w.zeros || w.offsets;
+#ifdef __AVX512BF16__
+  if (!needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0) {
+    return {reinterpret_cast<const InputPair*>(rows.x), rows.stride / 2, nullptr};
+  }
+#endif
+  const int64_t stride = w.padded_in() / 2, groups = w.num_groups();
+  auto* items = memory.items.get<InputPair>(num_rows * stride);
+  float* sums = needs_sums ? memory.sums.get<float>(num_rows * groups) : nullptr;
+  for_rows(num_rows, [&](int64_t row) {
+    float* x = row_of_floats(w);
+    gather(w, rows.x + row * rows.stride, x);
+    prepare_row(w, x, items + row * stride, sums ? sums + row * groups : nullptr);
+  });
+  return {items, stride, sums};
+}
+
+RoundedInput prepare_rounded(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows,
+                             InputMemory& memory) {
+  const int64_t stride = w.padded_in() / 4, groups = w.num_groups();
+  auto* items = memory.items.get<int32_t>(num_rows * stride);
+  auto* sums = memory.sums.get<float>(num_rows * groups);
+  auto* scales = memory.scales.get<float>(num_rows * groups);
+  auto* starts = memory.starts.get<int32_t>(num_rows * groups);
+  for_rows(num_rows, [&](int64_t row) {
+    float* x = row_of_floats(w);
+    gather(w, rows.x + row * rows.stride, x);
+    prepare_row(w, activations, x, reinterpret_cast<int8_t*>(items + row * stride), sums + row * groups,
+                scales + row * groups, starts + row * groups);
+  });
+  return {items, stride, sums, scales, starts};
+}
+
+// ---- Scales of a group
+
+LLMQ_INLINE Floats load_scale(Scales type, const void* p, int64_t index) {
+  switch (type) {
+    case Scales::bf16: return load_bf16(static_cast<const uint16_t*>(p) + index);
+    case Scales::fp16: return load_fp16(static_cast<const uint16_t*>(p) + index);
+    default: return load_floats(static_cast<const float*>(p) + index);
+  }
+}
+
+// What a group's sum of (centered u) * x is multiplied with, and what the sum of its x is: by blocks of outputs.
+struct GroupScale {
+  Floats scale, correction;
+};
+
+LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t group) {
+  const int64_t index = (block * w.num_groups() + group) * kLane;
+  const Floats center = broadcast(w.numbers_type == Numbers::int4 ? 8 : 128);
+  const Floats scale = load_scale(w.scales_type, w.scales, index);
+  if (w.offsets) return {scale, multiply_add(center, scale, load_scale(w.scales_type, w.offsets, index))};
+  if (w.zeros) return {scale, multiply(subtract(center, load_uint8(w.zeros + index)), scale)};
+  return {scale, zero_floats()};
+}
+
+// ---- Sums of products
+
+// The weights of 8 inputs.
+template <Numbers kNumbers>
+LLMQ_INLINE void expand(const uint8_t* p, Pair out[4]) {
+  if constexpr (kNumbers == Numbers::int4) {
+    expand_int4(p, out);
+  } else if constexpr (kNumbers == Numbers::int8) {
+    expand_int8_line(p, out);
+    expand_int8_line(p + 64, out + 2);
+  } else {
+    for (int i = 0; i < 4; i++) out[i] = expand_bf16_line(p + 64 * i);
+  }
+}
+template <Numbers kNumbers>
+LLMQ_INLINE void expand(const uint8_t* p, Ints out[2]) {
+  if constexpr (kNumbers == Numbers::int4) {
+    expand_nibbles(p, out);
+  } else {
+    out[0] = load_line(p);
+    out[1] = load_line(p + 64);
+  }
+}
+
+LLMQ_INLINE Floats begin_sum(const ExactInput&, int64_t) { return zero_floats(); }
+LLMQ_INLINE Ints begin_sum(const RoundedInput& x, int64_t index) { return broadcast_int(x.starts[index]); }
+LLMQ_INLINE Floats add_product(Floats sum, const Pair& w, const InputPair* x) { return dot_pair(sum, w, x); }
+LLMQ_INLINE Ints add_product(Ints sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
+LLMQ_INLINE Floats end_sum(const ExactInput&, int64_t, Floats sum) { return sum; }
+LLMQ_INLINE Floats end_sum(const RoundedInput& x, int64_t index, Ints sum) {
+  return multiply(to_floats(sum), broadcast(x.scales[index]));
+}
+
+template <class Input>
+struct KindOf;
+template <>
+struct KindOf<ExactInput> {
+  using Weight = Pair;
+  using Sum = Floats;
+  static constexpr int64_t kWeightBytes = kPairBytes;
+};
+template <>
+struct KindOf<RoundedInput> {
+  using Weight = Ints;
+  using Sum = Ints;
+  static constexpr int64_t kWeightBytes = 64;
+};
+
+// ---- The output
+
+struct Sink {
+  void* y;
+  int64_t stride;
+  Output type;
+  const float* bias;
+  int64_t out_features;
+
+  void put(int64_t row, int64_t block, Floats v) const {
+    const int64_t first = block * kLane, count = min(kLane, out_features - first);
+    if (count == kLane) {
+      if (bias) v = add(v, load_floats(bias + first));
+      if (type == Output::fp32) return store_floats(static_cast<float*>(y) + row * stride + first, v);
+      return store_bf16(static_cast<uint16_t*>(y) + row * stride + first, v);
+    }
+    alignas(64) float lanes[kLane] = {};
+    if (bias) {
+      memcpy(lanes, bias + first, count * sizeof(float));
+      v = add(v, load_floats(lanes));
+    }
+    if (type == Output::fp32) {
+      store_floats(lanes, v);
+      memcpy(static_cast<float*>(y) + row * stride + first, lanes, count * sizeof(float));
+    } else {
+      uint16_t halves[kLane];
+      store_bf16(halves, v);
+      memcpy(static_cast<uint16_t*>(y) + row * stride + first, halves, count * sizeof(uint16_t));
+    }
+  }
+};
+
+// ---- Few rows
+
+template <Numbers kNumbers, int kRows, int kBlocks, class Input>
+void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block, const Sink& sink) {
+  using Sum = typename KindOf<Input>::Sum;
+  using Weight = typename KindOf<Input>::Weight;
+  constexpr int kItems = Input::kItemsOfStep;
+  constexpr int64_t kLineBytes = line_bytes(kNumbers);
+  const int64_t block_bytes = w.block_bytes(), groups = w.num_groups();
+  const int64_t steps = w.padded_in() / 8, steps_of_group = kNumbers == Numbers::bf16 ? steps : w.group_size / 8;
+  const bool has_corrections = w.zeros || w.offsets;
+  const uint8_t* lines = w.numbers + block * block_bytes;
+  const typename Input::Item* items = x.items + row * x.stride;
+  Floats totals[kRows][kBlocks];
+  for (auto& of_row : totals) {
+    for (auto& total : of_row) total = zero_floats();
+  }
+  for (int64_t group = 0, step = 0; group < groups; group++) {
+    Sum sums[kRows][kBlocks];
+    for (int r = 0; r < kRows; r++) {
+      for (auto& sum : sums[r]) sum = begin_sum(x, (row + r) * groups + group);
+    }
+    const int64_t end = group + 1 == groups ? steps : step + steps_of_group;
+    for (; step < end; step++) {
+#pragma GCC unroll 8
+      for (int b = 0; b < kBlocks; b++) {
+        const uint8_t* p = lines + b * block_bytes;
+        for (int64_t line = 0; line < kLineBytes; line += 64) {
+          __builtin_prefetch(p + kPrefetchBytes + line);
+        }
+        Weight weights[kItems];
+        expand<kNumbers>(p, weights);
+#pragma GCC unroll 4
+        for (int i = 0; i < kItems; i++) {
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; r++) sums[r][b] = add_product(sums[r][b], weights[i], items + r * x.stride + i);
+        }
+      }
+      lines += kLineBytes;
+      items += kItems;
+    }
+    for (int b = 0; b < kBlocks; b++) {
+      if constexpr (kNumbers == Numbers::bf16) {
+        for (int r = 0; r < kRows; r++) totals[r][b] = end_sum(x, 0, sums[r][b]);
+      } else {
+        const GroupScale scale = load_group(w, block + b, group);
+        for (int r = 0; r < kRows; r++) {
+          const int64_t index = (row + r) * groups + group;
+          totals[r][b] = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, totals[r][b]);
+          if (has_corrections) totals[r][b] = multiply_add(scale.correction, broadcast(x.sums[index]), totals[r][b]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    for (int b = 0; b < kBlocks; b++) sink.put(row + r, block + b, totals[r][b]);
+  }
+}
+
+template <Numbers kNumbers, int kRows, class Input>
+void few_rows_of(const PackedWeight& w, const Input& x, int64_t row, const Sink& sink) {
+  constexpr int kBlocks = kFewRowsBlocks[kRows];
+  const int64_t units = (w.num_blocks() + kBlocks - 1) / kBlocks;
+  const int64_t grain = max(1, units / (8 * thread_pool().num_threads()));
+  thread_pool().parallel_for(units, grain, [&](int64_t begin, int64_t end, int) {
+    int64_t block = begin * kBlocks;
+    const int64_t last = min(end * kBlocks, w.num_blocks());
+    for (; block + kBlocks <= last; block += kBlocks) few_rows<kNumbers, kRows, kBlocks>(w, x, row, block, sink);
+    for (; block < last; block++) few_rows<kNumbers, kRows, 1>(w, x, row, block, sink);
+  });
+}
+
+// ---- Many rows
+
+// Some blocks' weights of a stretch of the input, unpacked: [block][item].
+struct Panel {
+  const uint8_t* weights;
+  int64_t block_stride;     // bytes
+  const GroupScale* scales;  // [group of the stretch][block]
+  int64_t first_group, num_groups;
+  int64_t items_of_group;  // of the stretch's last group there may be fewer
+  int64_t num_items;
+};
+
+LLMQ_INLINE Pair load_weight(const uint8_t* p, Pair*) { return load_pair(p); }
+LLMQ_INLINE Ints load_weight(const uint8_t* p, Ints*) { return load_line(p); }
+LLMQ_INLINE void store_weight(uint8_t* p, const Pair& w) { store_pair(p, w); }
+LLMQ_INLINE void store_weight(uint8_t* p, const Ints& w) { store_line(p, w); }
+
+LLMQ_INLINE Floats load_sum(const float* p, Floats*) { return load_floats(p); }
+LLMQ_INLINE Ints load_sum(const float* p, Ints*) { return load_line(reinterpret_cast<const uint8_t*>(p)); }
+LLMQ_INLINE void store_sum(float* p, Floats v) { store_floats(p, v); }
+LLMQ_INLINE void store_sum(float* p, Ints v) { store_line(reinterpret_cast<uint8_t*>(p), v); }
+
+// A tile of rows through a panel. totals: [row][block][kLane]. A group that is all of the input (kOneGroup) leaves its
+// sum there from stretch to stretch; others end within a stretch and leave the total of what is scaled.
+template <int kRows, int kBlocks, bool kOneGroup, class Input>
+void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups, bool is_first,
+          bool has_corrections, float* totals) {
+  using Sum = typename KindOf<Input>::Sum;
+  using Weight = typename KindOf<Input>::Weight;
+  const typename Input::Item* items = x.items + row * x.stride + first_item;
+  const uint8_t* weights = panel.weights;
+  int64_t item = 0;
+  for (int64_t group = 0; group < panel.num_groups; group++) {
+    Sum sums[kRows][kBlocks];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; b++) {
+        if (kOneGroup && !is_first) {
+          sums[r][b] = load_sum(totals + (r * kTileBlocks + b) * kLane, static_cast<Sum*>(nullptr));
+        } else {
+          sums[r][b] = begin_sum(x, (row + r) * groups + panel.first_group + group);
+        }
+      }
+    }
+    const int64_t end = min(panel.num_items, item + panel.items_of_group);
+    for (; item < end; item++) {
+      Weight w[kBlocks];
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; b++) {
+        w[b] = load_weight(weights + b * panel.block_stride, static_cast<Weight*>(nullptr));
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+        for (int b = 0; b < kBlocks; b++) sums[r][b] = add_product(sums[r][b], w[b], items + r * x.stride);
+      }
+      weights += KindOf<Input>::kWeightBytes;
+      items++;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; b++) {
+        float* total = totals + (r * kTileBlocks + b) * kLane;
+        if constexpr (kOneGroup) {
+          store_sum(total, sums[r][b]);
+        } else {
+          const int64_t index = (row + r) * groups + panel.first_group + group;
+          const GroupScale& scale = panel.scales[group * kTileBlocks + b];
+          Floats sum = is_first && group == 0 ? zero_floats() : load_floats(total);
+          sum = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, sum);
+          if (has_corrections) sum = multiply_add(scale.correction, broadcast(x.sums[index]), sum);
+          store_floats(total, sum);
+        }
+      }
+    }
+  }
+}
+
+template <int kBlocks, bool kOneGroup, class Input>
+void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups,
+             bool is_first, bool has_corrections, float* totals) {
+#define LLMQ_TILE(R)                                                                                              \
+  case R:                                                                                                         \
+    if constexpr (R <= kTileRows) {                                                                               \
+      return tile<R, kBlocks, kOneGroup>(panel, x, row, first_item, groups, is_first, has_corrections, totals);   \
+    }                                                                                                             \
+    break
+  switch (rows) {
+    LLMQ_TILE(1);
+    LLMQ_TILE(2);
+    LLMQ_TILE(3);
+    LLMQ_TILE(4);
+    LLMQ_TILE(5);
+    LLMQ_TILE(6);
+    LLMQ_TILE(7);
+    LLMQ_TILE(8);
+    LLMQ_TILE(9);
+    LLMQ_TILE(10);
+    LLMQ_TILE(11);
+    LLMQ_TILE(12);
+  }
+#undef LLMQ_TILE
+}
+
+// Whether packed lines can be multiplied as they are.
+template <Numbers kNumbers, class Input>
+constexpr bool kIsUnpacked = std::is_same_v<Input, RoundedInput> ? kNumbers == Numbers::int8
+                                                                 : kNumbers == Numbers::bf16 && kPairBytes == 64;
+
+template <Numbers kNumbers, int kBlocks, class Input>
+void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, int64_t end_row, int64_t block,
+                    const Sink& sink) {
+  using Weight = typename KindOf<Input>::Weight;
+  constexpr int kItems = Input::kItemsOfStep;
+  thread_local Scratch panel_memory, scale_memory, total_memory;
+  const int64_t groups = w.num_groups(), steps = w.padded_in() / 8, block_bytes = w.block_bytes();
+  const bool is_one_group = groups == 1, has_corrections = w.zeros || w.offsets;
+  const int64_t steps_of_group = is_one_group ? steps : w.group_size / 8;
+  const int64_t groups_of_stretch = max(1, kStretch / 8 / steps_of_group);
+  const int64_t steps_of_stretch = is_one_group ? kStretch / 8 : groups_of_stretch * steps_of_group;
+  const int64_t num_rows = end_row - first_row;
+  const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+  float* totals = total_memory.get<float>(num_rows * kTileBlocks * kLane);
+  uint8_t* unpacked = nullptr;
+  if constexpr (!kIsUnpacked<kNumbers, Input>) {
+    unpacked = panel_memory.get<uint8_t>(kBlocks * steps_of_stretch * kItems * KindOf<Input>::kWeightBytes);
+  }
+  auto* scales = scale_memory.get<GroupScale>(groups_of_stretch * kTileBlocks);
+  for (int64_t first = 0; first < steps; first += steps_of_stretch) {
+    const int64_t count = min(steps_of_stretch, steps - first);
+    Panel panel{};
+    panel.num_items = count * kItems;
+    panel.items_of_group = is_one_group ? panel.num_items : steps_of_group * kItems;
+    panel.first_group = is_one_group ? 0 : first / steps_of_group;
+    panel.num_groups = is_one_group ? 1 : min(groups_of_stretch, groups - panel.first_group);
+    const uint8_t* lines = w.numbers + block * block_bytes + first * line_bytes(kNumbers);
+    if constexpr (kIsUnpacked<kNumbers, Input>) {
+      panel.weights = lines;
+      panel.block_stride = block_bytes;
+    } else {
+      panel.weights = unpacked;
+      panel.block_stride = panel.num_items * KindOf<Input>::kWeightBytes;
+      uint8_t* to = unpacked;
+      for (int b = 0; b < kBlocks; b++) {
+        const uint8_t* p = lines + b * block_bytes;
+        for (int64_t step = 0; step < count; step++, p += line_bytes(kNumbers)) {
+          Weight weights[kItems];
+          expand<kNumbers>(p, weights);
+          for (int i = 0; i < kItems; i++, to += KindOf<Input>::kWeightBytes) store_weight(to, weights[i]);
+        }
+      }
+    }
+    if (!is_one_group) {
+      for (int64_t group = 0; group < panel.num_groups; group++) {
+        for (int b = 0; b < kBlocks; b++) {
+          scales[group * kTileBlocks + b] = load_group(w, block + b, panel.first_group + group);
+        }
+      }
+      panel.scales = scales;
+    }
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t begin = num_rows * t / tiles, end = num_rows * (t + 1) / tiles;
+      float* of_tile = totals + begin * kTileBlocks * kLane;
+      const auto run = is_one_group ? tile_of<kBlocks, true, Input> : tile_of<kBlocks, false, Input>;
+      run(static_cast<int>(end - begin), panel, x, first_row + begin, first * kItems, groups, first == 0,
+          has_corrections, of_tile);
+    }
+  }
+  for (int b = 0; b < kBlocks; b++) {
+    const bool is_scaled = is_one_group && kNumbers != Numbers::bf16;
+    const GroupScale scale = is_scaled ? load_group(w, block + b, 0) : GroupScale{zero_floats(), zero_floats()};
+    for (int64_t row = 0; row < num_rows; row++) {
+      const float* p = totals + (row * kTileBlocks + b) * kLane;
+      Floats total;
+      if (is_scaled) {
+        const int64_t index = first_row + row;
+        using Sum = typename KindOf<Input>::Sum;
+        const Floats sum = end_sum(x, index, load_sum(p, static_cast<Sum*>(nullptr)));
+        total = multiply_add(sum, scale.scale, zero_floats());
+        if (has_corrections) total = multiply_add(scale.correction, broadcast(x.sums[index]), total);
+      } else {
+        total = load_floats(p);
+      }
+      sink.put(first_row + row, block + b, total);
+    }
+  }
+}
+
+template <Numbers kNumbers, class Input>
+void many_rows(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
+  const int64_t panels = (w.num_blocks() + kTileBlocks - 1) / kTileBlocks;
+  const int64_t parts = (num_rows + kRowsOfTask - 1) / kRowsOfTask;
+  thread_pool().parallel_for(panels * parts, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t block = task / parts * kTileBlocks, part = task % parts;
+      const int64_t first_row = num_rows * part / parts, end_row = num_rows * (part + 1) / parts;
+      if (block + kTileBlocks <= w.num_blocks()) {
+        rows_of_blocks<kNumbers, kTileBlocks>(w, x, first_row, end_row, block, sink);
+      } else {
+        rows_of_blocks<kNumbers, 1>(w, x, first_row, end_row, block, sink);
+      }
+    }
+  });
+}
+
+template <Numbers kNumbers, class Input>
+void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
+  switch (num_rows) {
+    case 1: return few_rows_of<kNumbers, 1>(w, x, 0, sink);
+    case 2: return few_rows_of<kNumbers, 2>(w, x, 0, sink);
+    case 3: return few_rows_of<kNumbers, 3>(w, x, 0, sink);
+    case 4: return few_rows_of<kNumbers, 4>(w, x, 0, sink);
+    default: return many_rows<kNumbers>(w, x, num_rows, sink);
+  }
+}
+
+void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows, const Sink& sink) {
+  thread_local InputMemory memory;
+  if (activations.mode == Activations::Mode::exact || w.numbers_type == Numbers::bf16) {
+    const ExactInput x = prepare_exact(w, rows, num_rows, memory);
+    switch (w.numbers_type) {
+      case Numbers::bf16: return run<Numbers::bf16>(w, x, num_rows, sink);
+      case Numbers::int8: return run<Numbers::int8>(w, x, num_rows, sink);
+      case Numbers::int4: return run<Numbers::int4>(w, x, num_rows, sink);
+    }
+  }
+  const RoundedInput x = prepare_rounded(w, activations, rows, num_rows, memory);
+  if (w.numbers_type == Numbers::int8) return run<Numbers::int8>(w, x, num_rows, sink);
+  return run<Numbers::int4>(w, x, num_rows, sink);
+}
+
+}  // namespace
+
+void linear(const PackedWeight& weight, Activations activations, const uint16_t* x, int64_t num_rows, int64_t x_stride,
+            void* y, int64_t y_stride, Output output) {
+  run_linear(weight, activations, {x, x_stride}, num_rows, {y, y_stride, output, weight.bias, weight.out_features});
+}
+
+}  // namespace llmq::LLMQ_ISA

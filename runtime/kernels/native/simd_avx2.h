@@ -1,0 +1,173 @@
+// The vectors of simd_avx512.h, each in two registers of AVX2. To be included inside an unnamed namespace.
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+
+constexpr int kTileRows = 6, kTileBlocks = 1;
+constexpr int kFewRowsBlocks[] = {0, 2, 1, 1, 1};
+
+LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+LLMQ_INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+LLMQ_INLINE Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+LLMQ_INLINE void store_floats(float* p, Floats v) {
+  _mm256_storeu_ps(p, v.a);
+  _mm256_storeu_ps(p + 8, v.b);
+}
+LLMQ_INLINE Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+LLMQ_INLINE Floats subtract(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+LLMQ_INLINE Floats multiply(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+LLMQ_INLINE Floats divide(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+LLMQ_INLINE Floats multiply_add(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+LLMQ_INLINE Floats absolute(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+LLMQ_INLINE Floats maximum(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+LLMQ_INLINE float sum_of(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.a, x.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+LLMQ_INLINE float maximum_of(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+LLMQ_INLINE __m256 eight_bf16(const uint16_t* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+LLMQ_INLINE Floats load_bf16(const uint16_t* p) { return {eight_bf16(p), eight_bf16(p + 8)}; }
+LLMQ_INLINE Floats load_fp16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+LLMQ_INLINE Floats load_uint8(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
+// To the nearest, ties to even; a NaN keeps its upper half, and stays one.
+LLMQ_INLINE __m128i eight_to_bf16(__m256 v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i half = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+LLMQ_INLINE void store_bf16(uint16_t* p, Floats v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), eight_to_bf16(v.a));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), eight_to_bf16(v.b));
+}
+
+LLMQ_INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+LLMQ_INLINE Ints load_line(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+LLMQ_INLINE void store_line(uint8_t* p, Ints v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), v.b);
+}
+LLMQ_INLINE Ints add_ints(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+LLMQ_INLINE Floats to_floats(Ints v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+LLMQ_INLINE int32_t sum_of_ints(Ints x) {
+  const __m256i eight = _mm256_add_epi32(x.a, x.b);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xee));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0x55)));
+}
+
+// To the nearest, ties to even, within [-128, 127]: a byte a lane, each four in the order of PackedWeight's.
+LLMQ_INLINE Ints round_to_int8(Floats v, int8_t* p) {
+  const __m256 low = _mm256_set1_ps(-128), high = _mm256_set1_ps(127);
+  const Ints whole = {_mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v.a, low), high)),
+                      _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v.b, low), high))};
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole.a, whole.b), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shuffle_epi8(bytes, order));
+  return whole;
+}
+
+// Each lane's sum of four products of an unsigned byte and a signed one. By words: pairs of bytes, as
+// _mm256_maddubs_epi16 adds them, can exceed 16 bits.
+LLMQ_INLINE __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
+  const __m256i low = _mm256_set1_epi16(0xff);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
+  const __m256i spread = _mm256_set1_epi32(*x);
+  return {dot_bytes(sum.a, u.a, spread), dot_bytes(sum.b, u.b, spread)};
+}
+
+// 8 inputs: the nibbles of a line as bytes, inputs 0 to 3 and 4 to 7.
+LLMQ_INLINE void expand_nibbles(const uint8_t* p, Ints out[2]) {
+  const Ints v = load_line(p);
+  const __m256i low = _mm256_set1_epi8(15);
+  out[0] = {_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)};
+  out[1] = {_mm256_and_si256(_mm256_srli_epi16(v.a, 4), low), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), low)};
+}
+
+struct Pair {
+  Floats even, odd;
+};
+struct InputPair {
+  float even, odd;
+};
+constexpr int64_t kPairBytes = 128;
+
+LLMQ_INLINE Floats dot_pair(Floats sum, Pair w, const InputPair* x) {
+  return multiply_add(w.odd, broadcast(x->odd), multiply_add(w.even, broadcast(x->even), sum));
+}
+LLMQ_INLINE Pair load_pair(const uint8_t* p) {
+  const auto* floats = reinterpret_cast<const float*>(p);
+  return {load_floats(floats), load_floats(floats + 16)};
+}
+LLMQ_INLINE void store_pair(uint8_t* p, Pair v) {
+  store_floats(reinterpret_cast<float*>(p), v.even);
+  store_floats(reinterpret_cast<float*>(p) + 16, v.odd);
+}
+
+// `bits` bits at `shift` of each lane, less half of their range.
+template <int kShift, int kBits>
+LLMQ_INLINE __m256 centered(__m256i v) {
+  const __m256i u = _mm256_and_si256(_mm256_srli_epi32(v, kShift), _mm256_set1_epi32((1 << kBits) - 1));
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(u, _mm256_set1_epi32(1 << (kBits - 1))));
+}
+template <int kShift, int kBits>
+LLMQ_INLINE Floats centered(Ints v) {
+  return {centered<kShift, kBits>(v.a), centered<kShift, kBits>(v.b)};
+}
+LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
+  const Ints v = load_line(p);
+  out[0] = {centered<0, 4>(v), centered<16, 4>(v)};
+  out[1] = {centered<8, 4>(v), centered<24, 4>(v)};
+  out[2] = {centered<4, 4>(v), centered<20, 4>(v)};
+  out[3] = {centered<12, 4>(v), centered<28, 4>(v)};
+}
+LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
+  const Ints v = load_line(p);
+  out[0] = {centered<0, 8>(v), centered<16, 8>(v)};
+  out[1] = {centered<8, 8>(v), centered<24, 8>(v)};
+}
+LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) {
+  const Ints v = load_line(p);
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(v.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(v.b, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(v.a, upper)), _mm256_castsi256_ps(_mm256_and_si256(v.b, upper))}};
+}

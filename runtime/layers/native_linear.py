@@ -1,0 +1,128 @@
+"""Linears by our own kernels: `runtime/kernels/native`."""
+
+import torch
+from torch import Tensor
+
+from llmq.quantize.formats.packing import unpack_unsigned
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.runtime.kernels import native
+
+
+class NativeLinear:
+    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, or of integers of 4 or 8 bits that stay packed.
+
+    Exact: the input's bf16 numbers times the weight's, summed in float32. Rounded: input and weight are multiplied in
+    int8, as a W8A8 checkpoint asks. A row's result is the same to the last bit whatever rows are beside it.
+    """
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.tensors: dict[str, Tensor] = {}  # what `packed` points into
+        if bias is not None:
+            self.tensors["bias"] = bias.float().contiguous()
+        self.activations, self.input_scale, rounded = native.Activations.exact, 0.0, False
+        if isinstance(weight, Tensor):
+            numbers, scales, group_size = native.Numbers.bf16, native.Scales.none, self.in_features
+            self.tensors["numbers"] = _packed(numbers, weight.contiguous())
+        else:
+            bits = weight.scheme.bits
+            numbers = native.Numbers.int4 if bits == 4 else native.Numbers.int8
+            group_size = weight.scheme.group_size if weight.scheme.strategy == "group" else self.in_features
+            self.tensors["numbers"] = _packed(numbers, _from_zero(weight))
+            scales = self._pack_scales(weight)
+            if weight.column_order is not None:
+                self.tensors["column_order"] = weight.column_order.to(torch.int32)
+            if weight.scheme.activation is not None:
+                self.activations, rounded = native.Activations.int8_row, True
+                self.input_scale = 0.0 if weight.input_scale is None else float(weight.input_scale)
+        addresses = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        self.packed = native.PackedWeight(numbers, scales, self.out_features, self.in_features, group_size, **addresses)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.kernel = f"native {numbers.name}{' × int8' if rounded else ''}, {native.isa()}"
+
+    @staticmethod
+    def runs(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> bool:
+        if native is None or dtype != torch.bfloat16:
+            return False
+        if isinstance(weight, Tensor):
+            return weight.device.type == "cpu"
+        scheme, activation = weight.scheme, weight.scheme.activation
+        is_grouped = scheme.strategy == "group" and scheme.group_size % 8 == 0
+        return (
+            weight.values.device.type == "cpu"
+            and scheme.kind == "int"
+            and scheme.bits in (4, 8)
+            and (is_grouped or scheme.strategy in ("channel", "tensor"))
+            and (activation is None or (activation.kind == "int" and not is_grouped and activation.group_size is None))
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, out_features], both bf16."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = torch.empty(x.shape[0], self.out_features, dtype=torch.bfloat16)
+        native.linear(
+            self.packed,
+            self.activations,
+            self.input_scale,
+            x.data_ptr(),
+            x.shape[0],
+            x.stride(0),
+            y.data_ptr(),
+            self.out_features,
+            False,
+        )
+        return y
+
+    def _pack_scales(self, weight: QuantizedWeight) -> "native.Scales":
+        scale, offset = weight.scales(), weight.offsets()
+        dtype = _narrowest(scale) if offset is None else _narrowest(torch.cat((scale, offset)))
+        self.tensors["scales"] = _by_groups(scale, self.out_features, dtype)
+        if offset is not None:
+            self.tensors["offsets"] = _by_groups(offset, self.out_features, dtype)
+        elif weight.zero_point is not None:
+            # From q's signed range to u's.
+            zero = weight.zero_point.to(torch.int16) + (1 << (weight.scheme.bits - 1))
+            self.tensors["zeros"] = _by_groups(zero, self.out_features, torch.uint8)
+        return _SCALES[dtype]
+
+
+_SCALES = (
+    {}
+    if native is None
+    else {
+        torch.bfloat16: native.Scales.bf16,
+        torch.float16: native.Scales.fp16,
+        torch.float32: native.Scales.fp32,
+    }
+)
+
+
+def _narrowest(numbers: Tensor) -> torch.dtype:
+    """The dtype of fewest bytes that holds float32 `numbers` exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(numbers.to(dtype).float(), numbers):
+            return dtype
+    return torch.float32
+
+
+def _from_zero(weight: QuantizedWeight) -> Tensor:
+    """u, uint8 [out, in]."""
+    if weight.scheme.layout == "pack-quantized":
+        return unpack_unsigned(weight.values, weight.scheme.bits, weight.in_features).contiguous()
+    return weight.values.contiguous().view(torch.uint8) ^ (1 << (weight.scheme.bits - 1))
+
+
+def _packed(numbers: "native.Numbers", rows: Tensor) -> Tensor:
+    packed = torch.empty(native.packed_bytes(numbers, *rows.shape), dtype=torch.uint8)
+    native.pack_numbers(numbers, rows.data_ptr(), *rows.shape, packed.data_ptr())
+    return packed
+
+
+def _by_groups(rows: Tensor, out_features: int, dtype: torch.dtype) -> Tensor:
+    """[out or 1, groups] -> [blocks of 16 outputs, groups, 16]"""
+    rows = rows.to(dtype).expand(out_features, -1).contiguous()
+    blocks = -(-out_features // 16)
+    packed = torch.empty(blocks, rows.shape[1], 16, dtype=dtype)
+    native.pack_groups(dtype.itemsize, rows.data_ptr(), out_features, rows.shape[1], packed.data_ptr())
+    return packed

@@ -1,0 +1,234 @@
+"""Products by every instruction set against float64: random shapes, tails, strides, memory that must stay as it was."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_weights import make
+
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import ActivationScheme
+from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.layers.native_linear import NativeLinear
+
+pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
+
+ALL_ISAS = ("avx2", "avx512_vnni", "avx512_bf16")
+ISAS = ALL_ISAS[: 1 + ALL_ISAS.index(native.native_isa())] if native is not None else ()
+POISON = -77777.0
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    native.force_isa(request.param)
+    yield request.param
+    native.force_isa(native.native_isa())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_threads():
+    before = native.num_threads()
+    native.set_num_threads(2)
+    yield
+    native.set_num_threads(before)
+
+
+def product(linear: NativeLinear, activations, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Into the middle of poisoned memory, of which nothing else may change and everything inside must."""
+    rows, out = x.shape[0], linear.out_features
+    memory = torch.full((rows + 2, out + 5), POISON, dtype=dtype)
+    y = memory[1:-1, 3:-2]
+    native.linear(
+        linear.packed,
+        activations,
+        linear.input_scale,
+        x.data_ptr(),
+        rows,
+        x.stride(0),
+        y.data_ptr(),
+        memory.stride(0),
+        dtype == torch.float32,
+    )
+    made = y.clone()
+    y.fill_(POISON)
+    assert bool((memory == torch.tensor(POISON, dtype=dtype)).all())
+    assert not bool((made == torch.tensor(POISON, dtype=dtype)).any())
+    return made
+
+
+def input_of(rows: int, in_: int, seed: int) -> torch.Tensor:
+    """bf16, rows apart from each other, what lies between them NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.full((rows, in_ + 6), float("nan"), dtype=torch.bfloat16)
+    x = memory[:, 2 : in_ + 2]
+    x.copy_(torch.randn(rows, in_, generator=generator))
+    return x
+
+
+def rounded(x: torch.Tensor, group_size: int | None, in_: int) -> torch.Tensor:
+    """What int8 activations stand for, float64: by groups of the (reordered) input, or by rows."""
+    padded = torch.nn.functional.pad(x.float(), (0, -in_ % group_size if group_size else 0))
+    groups = padded.unflatten(1, (-1, group_size or in_))
+    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / (127 if group_size else 127.5)
+    q = (groups / scale).round().clamp(-128, 127)
+    return (q.double() * scale.double()).flatten(1)[:, :in_]
+
+
+def check(
+    made: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, step: torch.Tensor | float = 0
+) -> None:
+    """float32 sums of exact products: each within what rounding may do to a sum of this many terms, n u of the sum of
+    their sizes (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). `step`: the scale of an integer weight's
+    numbers, which are up to 256 from a zero that is subtracted after they are summed."""
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ (weight.double().abs() + 256 * step).T
+    if bias is not None:
+        expected, size = expected + bias.double(), size + bias.double().abs()
+    error = (made.double() - expected).abs() / size.clamp(min=1e-30)
+    assert error.max() < (x.shape[1] + 8) * 2.0**-24
+
+
+ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 97, 130, 300, 1024]))
+SHAPES = st.tuples(st.integers(1, 150), st.integers(1, 700))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, shape=SHAPES, has_bias=st.booleans(), seed=st.integers(0, 999))
+def bf16_case(rows, shape, has_bias, seed):
+    out, in_ = shape
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, in_, generator=generator).bfloat16()
+    bias = torch.randn(out, generator=generator) if has_bias else None
+    x = input_of(rows, in_, seed + 1)
+    linear = NativeLinear(weight, bias)
+    made = product(linear, linear.activations, x, torch.float32)
+    check(made, x, weight, bias)
+    assert torch.equal(product(linear, linear.activations, x, torch.bfloat16), made.bfloat16())
+
+
+def test_bf16_weights(isa):
+    bf16_case()
+
+
+INTEGERS = st.sampled_from(
+    [
+        (bits, strategy, zero, outer)
+        for bits in (4, 8)
+        for strategy in ("group", "channel", "tensor")
+        for zero in (None, "int")
+        for outer in (0,)
+    ]
+    + [(4, "group", "float", 0), (4, "group", "float", 2), (8, "group", "float", 0), (4, "group", None, 2)]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ROWS,
+    shape=SHAPES,
+    case=INTEGERS,
+    group_size=st.sampled_from([16, 24, 32, 64, 128, 256]),
+    scale_dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    order=st.booleans(),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def integer_case(rows, shape, case, group_size, scale_dtype, order, has_bias, seed):
+    bits, strategy, zero, outer = case
+    out, in_ = shape
+    if outer:
+        in_ = max(1, in_ // (outer * group_size)) * outer * group_size
+    order = order and strategy == "group"
+    weight = make("int", bits, strategy, out, in_, seed, zero=zero, outer=outer, group_size=group_size, order=order)
+    if not outer:
+        weight = with_scales(weight, scale_dtype)
+    bias = torch.randn(out, generator=torch.Generator().manual_seed(seed)) if has_bias else None
+    x = input_of(rows, in_, seed + 1)
+    linear = NativeLinear(weight, bias)
+    dense, step = exact(weight)
+    ordered = x if weight.column_order is None else x[:, weight.column_order]
+    made = product(linear, native.Activations.exact, x, torch.float32)
+    check(made, ordered, dense, bias, step)
+    assert torch.equal(product(linear, native.Activations.exact, x, torch.bfloat16), made.bfloat16())
+    by_group = group_size if strategy == "group" else in_
+    made = product(linear, native.Activations.int8_group, x, torch.float32)
+    check(made, rounded(ordered, by_group, in_), dense, bias, step)
+    made = product(linear, native.Activations.int8_row, x, torch.float32)
+    check(made, rounded(ordered, None, in_), dense, bias, step)
+
+
+def with_scales(weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
+    return weight._with(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def exact(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [out, in], in the stored order of columns, and the scale of each number where they are asymmetric."""
+    out, in_ = weight.shape
+    scales, offsets = weight.scales().double(), weight.offsets()
+    q = weight.integers().double()
+    columns = weight.scheme.group_size if weight.scheme.strategy == "group" else in_
+
+    def spread(per_group: torch.Tensor) -> torch.Tensor:
+        return per_group.double().expand(out, -1).repeat_interleave(columns, 1)[:, :in_]
+
+    if offsets is not None:
+        return (q + (1 << (weight.scheme.bits - 1))) * spread(scales) + spread(offsets), spread(scales)
+    if weight.zero_point is not None:
+        return (q - spread(weight.zero_point)) * spread(scales), spread(scales)
+    return q * spread(scales), torch.zeros(out, in_)
+
+
+def test_integer_weights(isa):
+    integer_case()
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode"), [(4, "exact"), (4, "int8_group"), (8, "exact"), (8, "int8_row"), (16, "exact")]
+)
+def test_a_row_is_the_same_whatever_is_beside_it(isa, bits, mode):
+    out, in_ = 72, 1200
+    weight = (
+        torch.randn(out, in_).bfloat16()
+        if bits == 16
+        else make("int", bits, "group" if mode != "int8_row" else "channel", out, in_, 1, zero="int", group_size=80)
+    )
+    linear = NativeLinear(weight, None)
+    x = input_of(230, in_, 0)
+    activations = getattr(native.Activations, mode)
+    whole = product(linear, activations, x, torch.float32)
+    for first, count in [(0, 1), (1, 2), (3, 3), (7, 4), (11, 5), (20, 13), (40, 97), (100, 130)]:
+        part = product(linear, activations, x[first : first + count], torch.float32)
+        assert torch.equal(part, whole[first : first + count]), count
+
+
+def test_int8_products_are_those_of_torch(isa):
+    """A W8A8 checkpoint computes the same integers, scaled in the same order, as by torch's own integer product."""
+    scheme = ActivationScheme("int", 8, dynamic=True)
+    generator = torch.Generator().manual_seed(3)
+    weight = make("int", 8, "channel", 96, 300, 3)
+    weight = type(weight)(
+        type(weight.scheme)("int", 8, "channel", activation=scheme, layout="int-quantized"),
+        (96, 300),
+        torch.randint(-128, 128, (96, 300), generator=generator, dtype=torch.int8),
+        weight.scale,
+    )
+    linear = NativeLinear(weight, None)
+    for rows in (1, 4, 33):
+        x = input_of(rows, 300, rows)
+        scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127.5
+        q = (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+        expected = torch._int_mm(q, weight.values.T).float() * scale * weight.scale.float().T
+        assert torch.equal(product(linear, linear.activations, x, torch.float32), expected)
+        assert torch.equal(linear(x), expected.bfloat16())
+
+
+def test_not_a_number_stays_in_its_row(isa):
+    weight = make("int", 4, "group", 40, 64, 0, group_size=32)
+    x = input_of(20, 64, 0).contiguous()
+    x[7, 5] = float("nan")
+    x[9, 5] = float("inf")
+    made = NativeLinear(weight, None)(x)
+    assert bool(made[7].isnan().all())
+    clean = [row for row in range(20) if row not in (7, 9)]
+    assert bool(made[clean].isfinite().all())
+    assert not bool(made[9].isfinite().any())
