@@ -104,7 +104,7 @@ def quantize(
     if goal is None:
         report = run(plan)
     else:
-        report = Search.of(plan, goal, device).run(calibration, run)
+        report = Search.of(plan, goal, device).run(calibration, run, restart=restart)
     if proof and report.proof is None:
         report = prove(report, plan.out, device)
     for warning in report.warnings:

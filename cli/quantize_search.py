@@ -1,5 +1,6 @@
 """`llmq quantize --target`, `--max-kl`: measure each linear, choose bits, quantize, measure again."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -41,10 +42,13 @@ class Search:
 
         return cls(plan, search_space(plan), goal, device)
 
-    def run(self, calibration: "CalibrationSet", run: Run) -> "QuantizationReport":
-        """Measure, choose and quantize until the goal is met. `run`: quantizes a plan."""
+    def run(self, calibration: "CalibrationSet", run: Run, *, restart: bool = False) -> "QuantizationReport":
+        """Measure, choose and quantize until the goal is met. `run`: quantizes a plan. restart: from nothing, whatever
+        an interrupted command kept."""
         from llmq.quantize.bit_search import choose
 
+        if restart:
+            self._kept_file().unlink(missing_ok=True)
         units = self._units(calibration)
         if self.goal.max_kl is None:
             allocation = choose(self.plan, self.space, units, self.goal)
@@ -59,6 +63,7 @@ class Search:
         if (units := load_units(identity, kept)) is not None:
             console.status(f"sensitivity of each linear: as measured before, in {kept}")
             return units
+        self._drop_trials()  # of something else
         with console.progress() as progress:
             damage = self._damage()
             units = measure_sensitivity(
@@ -104,44 +109,64 @@ class Search:
         return with_allocation(self.plan, self.space, allocation)
 
     def _until_near_enough(self, units: list["Unit"], run: Run) -> "QuantizationReport":
-        """Quantize, measure, and correct what the linears' sum predicted by what came out."""
+        """Quantize, measure, and correct what the linears' sum predicted by what came out.
+
+        What was tried stays beside OUT until the search is over, the weights of the best alone: after a kill the same
+        command goes on.
+        """
         from llmq.quantize.bit_search import choose
 
-        best: tuple[QuantizationReport, Path, Allocation] | None = None
-        correction, tried = 1.0, []
-        try:
-            for number in range(MAX_TRIES):
-                allocation = choose(self.plan, self.space, units, self.goal, correction)
-                if any(allocation.num_bytes == other for other, _ in tried):
-                    break
-                trial = self.plan.out.absolute().with_name(f".{self.plan.out.name}.try-{number}")
-                report = run(replace(self._plan(allocation), out=trial))
-                proof = quantize_proof.measure(self.plan.source.path, trial, self.device)
-                report = replace(report, proof=proof)
-                kl = proof["mean_kl"]
-                tried.append((allocation.num_bytes, kl))
-                console.status(f"{report.bits_per_quantized_weight:.3f} bits a weight: measured KL {kl:.5f}")
-                if kl <= self.goal.max_kl and (best is None or allocation.num_bytes < best[2].num_bytes):
-                    if best is not None:
-                        shutil.rmtree(best[1])
-                    best = report, trial, allocation
-                else:
-                    shutil.rmtree(trial)
-                if NEAR_ENOUGH * self.goal.max_kl <= kl <= self.goal.max_kl:
-                    break
-                correction = kl / max(allocation.damage, 1e-12)
-            if best is None:
-                reached = min(kl for _, kl in tried)
-                raise FailedError(
-                    f"--max-kl {self.goal.max_kl:g} was not reached in {len(tried)} tries: {reached:.5f} was the least"
-                )
-            report, trial, allocation = best
-            trial.replace(self.plan.out.absolute())
-        finally:
-            for left in self.plan.out.absolute().parent.glob(f".{self.plan.out.name}.try-*"):
-                if left.is_dir() and not left.name.endswith(".work"):
-                    shutil.rmtree(left, ignore_errors=True)
-        return self._finish(report, self.plan.out, allocation)
+        tried: list[_Trial] = []
+        correction = 1.0
+        for number in range(MAX_TRIES):
+            allocation = choose(self.plan, self.space, units, self.goal, correction)
+            if any(allocation.num_bytes == other.allocation.num_bytes for other in tried):
+                break
+            trial = self._try(self._trial_folder(number), allocation, run)
+            tried.append(trial)
+            console.status(f"{trial.report.bits_per_quantized_weight:.3f} bits a weight: measured KL {trial.kl:.5f}")
+            best = self._best(tried)
+            for other in tried:
+                if other is not best:
+                    _keep_report_only(other.folder)
+            if NEAR_ENOUGH * self.goal.max_kl <= trial.kl <= self.goal.max_kl:
+                break
+            correction = trial.kl / max(allocation.damage, 1e-12)
+        if best is not None:
+            best.folder.replace(self.plan.out.absolute())
+        self._drop_trials()
+        if best is None:
+            raise FailedError(
+                f"--max-kl {self.goal.max_kl:g} was not reached in {len(tried)} tries: "
+                f"{min(trial.kl for trial in tried):.5f} was the least"
+            )
+        return self._finish(best.report, self.plan.out, best.allocation)
+
+    def _best(self, tried: list["_Trial"]) -> "_Trial | None":
+        within = [trial for trial in tried if trial.kl <= self.goal.max_kl]
+        return min(within, key=lambda trial: trial.allocation.num_bytes, default=None)
+
+    def _try(self, folder: Path, allocation: "Allocation", run: Run) -> "_Trial":
+        """Quantize into `folder` and measure, or take what an interrupted command left there of the same plan."""
+        from llmq.quantize.report_files import write_report
+
+        plan = replace(self._plan(allocation), out=folder)
+        report = _report_in(folder, plan)
+        if report is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            report = run(plan)
+        if report.proof is None:
+            report = replace(report, proof=quantize_proof.measure(self.plan.source.path, folder, self.device))
+            write_report(folder, report)
+        return _Trial(folder, allocation, report)
+
+    def _trial_folder(self, number: int) -> Path:
+        out = self.plan.out.absolute()
+        return out.with_name(f".{out.name}.try-{number}")
+
+    def _drop_trials(self) -> None:
+        for number in range(MAX_TRIES):
+            shutil.rmtree(self._trial_folder(number), ignore_errors=True)
 
     def _finish(self, report: "QuantizationReport", out: Path, allocation: "Allocation") -> "QuantizationReport":
         """The report with what was searched, in OUT too."""
@@ -165,3 +190,34 @@ class Search:
         write_report(out, report)
         self._kept_file().unlink(missing_ok=True)
         return report
+
+
+@dataclass(frozen=True)
+class _Trial:
+    folder: Path
+    allocation: "Allocation"
+    report: "QuantizationReport"
+
+    @property
+    def kl(self) -> float:
+        return self.report.proof["mean_kl"]
+
+
+def _report_in(folder: Path, plan: "Plan") -> "QuantizationReport | None":
+    """The report in a folder that was made by `plan`, if there is one."""
+    from llmq.quantize.report import REPORT_FILE, QuantizationReport
+
+    path = folder / REPORT_FILE
+    if not path.is_file():
+        return None
+    report = QuantizationReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    as_planned = {name: scheme.name for name, scheme in plan.schemes.items()}
+    return report if {entry.name: entry.scheme for entry in report.linears} == as_planned else None
+
+
+def _keep_report_only(folder: Path) -> None:
+    from llmq.quantize.report import REPORT_FILE
+
+    for path in folder.iterdir():
+        if path.name != REPORT_FILE:
+            path.unlink()

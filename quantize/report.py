@@ -75,6 +75,13 @@ class QuantizationReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "QuantizationReport":
+        """The inverse of `as_dict`, of what JSON makes of it too."""
+        linears = [LinearReport(**{**one, "shape": tuple(one["shape"])}) for one in content["linears"]]
+        scalings = [ScalingReport(**{**one, "linears": tuple(one["linears"])}) for one in content["scalings"]]
+        return cls(**{**content, "linears": linears, "scalings": scalings})
+
     def mean_output_error(self) -> tuple[float, float] | None:
         """Mean relative output error over the linears: (this method's, plain rounding's); None if not computed."""
         pairs = [

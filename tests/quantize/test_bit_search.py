@@ -137,3 +137,44 @@ def test_the_command_reaches_its_goal_and_proves_it(source, calibration_jsonl, t
     assert "Against the original" in (out / "quantization_report.html").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert all(torch.isfinite(t).all() for t in load_file(out / "model.safetensors").values() if t.is_floating_point())
+
+
+def test_a_search_that_was_killed_goes_on_with_what_it_tried(source, calibration_jsonl, tmp_path, monkeypatch):
+    """Killed in its second try, it quantizes and measures the first one no more; the result is that of a search that
+    was left alone. The measured divergences are made up: far below what is allowed, then near it."""
+    from llmq.cli import quantize_proof, quantize_search
+    from llmq.quantize.pipeline import quantize_model
+
+    calibration = load_calibration(str(calibration_jsonl), load_tokenizer(source), num_samples=8, seq_len=32)
+    calls = {"quantized": 0, "measured": 0}
+
+    def search(out, kls, dies_at=None):
+        calls.update(quantized=0, measured=0)
+
+        def run(plan):
+            calls["quantized"] += 1
+            if calls["quantized"] == dies_at:
+                raise KeyboardInterrupt
+            return quantize_model(plan, calibration)
+
+        def measure(*_):
+            calls["measured"] += 1
+            return {"mean_kl": kls.pop(0)}
+
+        monkeypatch.setattr(quantize_proof, "measure", measure)
+        monkeypatch.setattr(quantize_search.Search, "_damage", lambda self: lambda weights: 0.01)
+        monkeypatch.setattr("llmq.quantize.report_html._proof", lambda proof: None)
+        plan = preflight(read_checkpoint(source), Recipe.of("rtn"), out)
+        return quantize_search.Search.of(plan, Goal(max_kl=0.02), "cpu").run(calibration, run)
+
+    whole = search(tmp_path / "whole", [0.001, 0.019])
+    assert calls == {"quantized": 2, "measured": 2}
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        search(out, [0.001], dies_at=2)
+    assert not out.exists()
+    resumed = search(out, [0.019])
+    assert calls == {"quantized": 1, "measured": 1}
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert (resumed.proof, resumed.search) == (whole.proof, whole.search)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

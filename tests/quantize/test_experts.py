@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.quantize.preflight import preflight
-from llmq.quantize.recipe import METHODS, Recipe
+from llmq.quantize.recipe import Recipe
 from llmq.quantize.targets import select_targets
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.engine import Engine
@@ -57,43 +57,58 @@ def test_rounded_experts_run(mixture, tmp_path):
     assert "int4 g32" in engine.info.fingerprint["weights"]
 
 
+MIXTURES = {
+    "mixtral": ("block_sparse_moe", ("w1", "w2", "w3"), {"num_local_experts": 8}),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), {"num_experts": 8, "moe_intermediate_size": 64}),
+}
+
+
 @pytest.fixture(scope="module")
 def lonely(tiny_llama, tmp_path_factory):
-    """A mixture whose router never chooses expert 7: of two opposite rows one is above the 0 of its row, thrice."""
-    source = tiny_llama(model_type="mixtral", dtype="bfloat16", num_local_experts=8, num_experts_per_tok=2)
-    folder = tmp_path_factory.mktemp("lonely") / "model"
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        if name.endswith("block_sparse_moe.gate.weight"):
-            tensors[name][1::2] = -tensors[name][::2]
-            tensors[name][7] = 0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """lonely(model_type) -> a mixture whose router never chooses expert 7: of two opposite rows one is above the 0 of
+    its row, thrice."""
+    made = {}
+
+    def make(model_type):
+        if model_type not in made:
+            block, _, changes = MIXTURES[model_type]
+            source = tiny_llama(model_type=model_type, dtype="bfloat16", num_experts_per_tok=2, **changes)
+            folder = made[model_type] = tmp_path_factory.mktemp("lonely") / model_type
+            shutil.copytree(source, folder)
+            tensors = load_file(folder / "model.safetensors")
+            for name in tensors:
+                if name.endswith(f"{block}.gate.weight"):
+                    tensors[name][1::2] = -tensors[name][::2]
+                    tensors[name][7] = 0
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return made[model_type]
+
+    return make
 
 
-@pytest.mark.parametrize("method", [m for m in ("awq", "gptq") if "llmq" in METHODS[m].backends])
+@pytest.mark.parametrize(("model_type", "method"), [("mixtral", "awq"), ("mixtral", "gptq"), ("qwen3_moe", "gptq")])
 def test_an_expert_that_is_never_chosen_is_calibrated_with_all_tokens_and_named(
-    lonely, calibration_jsonl, run_quantize, tmp_path, method
+    lonely, calibration_jsonl, run_quantize, tmp_path, model_type, method
 ):
     """C05."""
-    report = run_quantize(lonely, tmp_path / "out", method, calibration_jsonl, group_size="32")
+    source, (block, kinds, _) = lonely(model_type), MIXTURES[model_type]
+    report = run_quantize(source, tmp_path / "out", method, calibration_jsonl, group_size="32")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     all_tokens = report.calibration["num_tokens"]
     for layer in range(2):
-        prefix = f"model.layers.{layer}.block_sparse_moe"
+        prefix = f"model.layers.{layer}.{block}"
         experts = {e.name: e for e in report.linears if e.name.startswith(f"{prefix}.experts.")}
         assert len(experts) == 8 * 3
         assert {entry.scheme for entry in experts.values()} == {report.scheme}
-        assert {experts[f"{prefix}.experts.7.{w}"].routed_tokens for w in ("w1", "w2", "w3")} == {0}
-        assert {experts[f"{prefix}.experts.7.{w}"].num_tokens for w in ("w1", "w2", "w3")} == {all_tokens}
-        routed = [experts[f"{prefix}.experts.{index}.w1"].routed_tokens for index in range(8)]
+        assert {experts[f"{prefix}.experts.7.{w}"].routed_tokens for w in kinds} == {0}
+        assert {experts[f"{prefix}.experts.7.{w}"].num_tokens for w in kinds} == {all_tokens}
+        routed = [experts[f"{prefix}.experts.{index}.{kinds[0]}"].routed_tokens for index in range(8)]
         assert sum(routed) == 2 * all_tokens
         # GPTQ measures behind an attention that it has rounded: the router may choose otherwise by then.
-        measured = experts[f"{prefix}.experts.0.w1"].num_tokens
+        measured = experts[f"{prefix}.experts.0.{kinds[0]}"].num_tokens
         assert measured == routed[0] if method == "awq" else 32 < measured < all_tokens
         assert any(f"model.layers.{layer}: the router" in w and "7 (0 tokens)" in w for w in report.warnings)
         assert torch.equal(
-            tensors[f"{prefix}.gate.weight"], load_file(lonely / "model.safetensors")[f"{prefix}.gate.weight"]
+            tensors[f"{prefix}.gate.weight"], load_file(source / "model.safetensors")[f"{prefix}.gate.weight"]
         )
     assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())

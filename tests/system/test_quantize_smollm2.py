@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 from safetensors import safe_open
 
+from llmq.cli.local_server import serving
 from llmq.quantize.preflight import work_path
 from llmq.quantize.report import REPORT_FILE
 
@@ -48,7 +50,7 @@ def test_the_file_holds_the_embedding_once(rounded):
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 (no mapping)
 
 
-def test_a_chat_is_the_same_31_tokens(rounded, smollm2):
+def test_a_chat_is_the_same_31_tokens_in_the_tokenizer_and_served(rounded, smollm2):
     from transformers import AutoTokenizer
 
     chat = [{"role": "user", "content": "Hi"}]
@@ -60,6 +62,9 @@ def test_a_chat_is_the_same_31_tokens(rounded, smollm2):
     assert len(ids[0]) == 31
     assert ids[0][:4] == [1, 9690, 198, 2683]
     assert json.loads((rounded[0] / "generation_config.json").read_text())["eos_token_id"] == 2
+    with serving(rounded[0], "--max-model-len", "64", "--threads", "1") as url:
+        body = {"model": rounded[0].name, "messages": chat, "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["usage"]["prompt_tokens"] == 31
 
 
 # q, k and v of three layers, on little text: what is looked at is what a kill leaves, not how good the weights are.
