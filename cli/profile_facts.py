@@ -8,9 +8,6 @@ from llmq.profiles.errors import InputError
 if TYPE_CHECKING:
     from llmq.profiles.roofline import DecoderWork, Machine
 
-# The format that products are computed in, by --weights; integers of 2 to 8 bits are unpacked to 16 bit.
-_COMPUTE = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
-
 
 def decoder_work(
     path: Path, weights: str | None = None, kv_dtype: str = "auto", tp: int = 1, *, is_run: bool = False
@@ -45,13 +42,9 @@ def decoder_work(
 
 def datasheet(gpu: str, weights: str | None = None) -> "Machine":
     from llmq.profiles.devices import find_device
-    from llmq.profiles.roofline import Machine
+    from llmq.profiles.plan import machine_of
 
-    device = find_device(gpu)
-    wanted = _COMPUTE.get((weights or "").lower(), "bf16_tflops")
-    field = next((name for name in (wanted, "bf16_tflops", "fp16_tflops") if getattr(device, name)), None)
-    if field is None or not device.bandwidth_bytes_per_s:
+    machine = machine_of(find_device(gpu), weights)
+    if machine is None:
         raise InputError(f"--gpu {gpu}: devices.toml has no rates of it")
-    how = f"datasheet, dense {field.partition('_')[0].upper()}: {device.source}"
-    link = device.link_gb_s and device.link_gb_s * 1e9
-    return Machine(device.name, device.bandwidth_bytes_per_s, getattr(device, field) * 1e12, how, link)
+    return machine

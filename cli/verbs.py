@@ -16,6 +16,7 @@ VERBS = {
     "batch": "A file of OpenAI batch requests through the engine at full batch, durable and resumable.",
     "profile": "How fast a model can at most be on a machine, and how fast it is on this one.",
     "bench": "Load on any OpenAI-shaped server: latencies, goodput under an SLO, $ a million tokens.",
+    "plan": "Which formats, GPUs and batches keep an SLO, and what their tokens cost.",
     "inspect": "What is in a checkpoint: architecture, format of each layer, bytes.",
     "doctor": "What this machine has and lacks, and what each lack means.",
 }
