@@ -160,17 +160,17 @@ class DecoderWork:
     def _attention(self, num_tokens: int) -> int:
         """Multiply-adds of the first `num_tokens` queries: the i-th sees i tokens, or its layer's window."""
         total = 0
-        for per_token, window in self._attention_layers:
+        for per_token, window in self.attention_layers:
             inside = min(num_tokens, window or num_tokens)
             total += per_token * (inside * (inside + 1) // 2 + (num_tokens - inside) * (window or 0))
         return total
 
     def _attended(self, context: int) -> int:
         """Multiply-adds of one query that sees `context` tokens."""
-        return sum(per_token * min(context, window or context) for per_token, window in self._attention_layers)
+        return sum(per_token * min(context, window or context) for per_token, window in self.attention_layers)
 
     @property
-    def _attention_layers(self) -> list[tuple[int, int | None]]:
+    def attention_layers(self) -> list[tuple[int, int | None]]:
         """For each layer (multiply-adds of a query and one token that it sees: q·k and the sum over v, window)."""
         heads = self.architecture.num_attention_heads
         # A latent is its own value, all but its rope part.

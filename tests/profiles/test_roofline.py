@@ -6,6 +6,7 @@ from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.roofline import DecoderWork, Machine
+from llmq.profiles.step_cost import StepCost, StepShape
 from llmq.profiles.weight_size import parameter_count
 
 LLAMA_8B = {
@@ -107,3 +108,15 @@ def test_real_mixtures_have_their_published_active_parameters(shared):
     found = work(json.loads(path.read_text()))
     active = found.decode(1, 0).flops / 2
     assert active == pytest.approx(3.0e9, rel=0.05)  # "30B-A3B": 3.3 B with the embedding
+
+
+def test_the_terms_of_a_step_sum_to_what_it_moves_and_computes():
+    decoder = work(LLAMA_8B)
+    cost = StepCost.from_roofline(decoder, MACHINE)
+    for batch, context in ((1, 16), (1, 1600), (48, 320)):
+        step = decoder.decode(batch, context)
+        both_s = step.memory_s(MACHINE) + step.compute_s(MACHINE)
+        assert cost.step_s(StepShape.decode(batch, context)) == pytest.approx(both_s)
+        assert step.floor_s(MACHINE) <= both_s <= 2 * step.floor_s(MACHINE)
+    step = decoder.prefill(320)
+    assert cost.step_s(StepShape.chunk(320)) == pytest.approx(step.memory_s(MACHINE) + step.compute_s(MACHINE))

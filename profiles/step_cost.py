@@ -1,0 +1,241 @@
+"""What a step of a given shape will take: linear in a few physical terms, followed while the machine runs.
+
+The terms are those of a roofline (`profiles/roofline.py`) taken one by one: what every step reads and launches, the
+products of a token, a sequence's row of logits and sample, K and V that are read, and the arithmetic of attention.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from llmq.profiles.roofline import DecoderWork, Machine
+
+WINDOW = 256  # steps that the terms are fitted to
+REFIT_STEPS = 16
+# The machine's speed as a whole changes faster than its terms against each other: it is read off this many steps.
+SPEED_STEPS = 24
+SPEED_RANGE = (0.25, 4.0)
+# Weight of the first cost against the window, in steps: what the window does not tell apart stays as it was.
+PRIOR_STEPS = 2.0
+SMALLEST_SHARE = 0.02  # of a step, as which a term counts that is less, or not in the window
+MOST_WEIGHT = 100.0
+# A request's TPOT is the mean of its steps: the spread that matters is that of means over a few steps in a row.
+RUN_STEPS = 4
+MIN_RUNS, MAX_RUNS = 12, 128
+UNKNOWN_SPREAD = 1.15  # until there are MIN_RUNS
+MOST_SPREAD = 2.0
+_HUBER = 1.345  # of the residuals' scale: 95 % as efficient as least squares where they are normal
+_FIT_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step computes."""
+
+    num_tokens: int  # that go through the layers
+    num_sequences: int  # that they belong to
+    context_tokens: int  # whose K and V are read: what each sequence has after the step
+    attention_pairs: int  # a query and a token that it sees
+
+    @classmethod
+    def chunk(cls, num_new: int, num_computed: int = 0) -> "StepShape":
+        """`num_new` tokens of one sequence after `num_computed`; with num_new 1 a decode step's share."""
+        return cls(num_new, 1, num_computed + num_new, num_new * num_computed + num_new * (num_new + 1) // 2)
+
+    @classmethod
+    def decode(cls, batch: int, context: int) -> "StepShape":
+        """One token for each of `batch` sequences, which then have `context` tokens each."""
+        return cls(batch, batch, batch * context, batch * context)
+
+    def __add__(self, other: "StepShape") -> "StepShape":
+        return StepShape(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+NOTHING = StepShape(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds: of any step, and of each thing that `StepShape` counts.
+
+    A sum where a roofline takes the longer of moving and computing: an upper bound of it, by at most a factor of two.
+    Windows and chunks of attention are not told apart: their layers count as if they saw everything.
+    """
+
+    fixed_s: float
+    token_s: float
+    sequence_s: float
+    context_token_s: float
+    pair_s: float
+
+    def step_s(self, shape: StepShape) -> float:
+        return (
+            self.fixed_s
+            + self.token_s * shape.num_tokens
+            + self.sequence_s * shape.num_sequences
+            + self.context_token_s * shape.context_tokens
+            + self.pair_s * shape.attention_pairs
+        )
+
+    def scaled(self, factor: float) -> "StepCost":
+        return StepCost(*(factor * term for term in astuple(self)))
+
+    def tokens_within(self, seconds: float, num_computed: int) -> int:
+        """Most tokens of a sequence that has `num_computed` which a step computes in `seconds` beyond its others; a
+        mixed step's decode tokens are not in it.
+
+        n tokens take a·n² + b·n + c: pairs grow with the square of a chunk.
+        """
+        left_s = seconds - self.sequence_s - self.context_token_s * num_computed
+        if left_s <= 0:
+            return 0
+        square = self.pair_s / 2
+        linear = self.token_s + self.context_token_s + self.pair_s * (num_computed + 0.5)
+        if linear <= 0 and square <= 0:
+            return np.iinfo(np.int32).max
+        # The root in the form that does not cancel where pairs cost next to nothing.
+        tokens = 2 * left_s / (linear + (linear * linear + 4 * square * left_s) ** 0.5)
+        return int(min(tokens, np.iinfo(np.int32).max))
+
+    @classmethod
+    def from_roofline(cls, work: DecoderWork, machine: Machine) -> "StepCost":
+        """The floor of each term on `machine`: nobody reaches it, but it says how terms compare before anything ran."""
+        alone, longer = work.decode(1, 1), work.decode(1, 1 + work.layout.groups[0].block_tokens)
+        attended = sum(per_token for per_token, _ in work.attention_layers)
+        head_flops = 2 * work.head_parameters / work.ranks
+        pair_flops = 2 * attended / work.ranks
+        return cls(
+            fixed_s=alone.weight_bytes / machine.bandwidth_bytes_per_s,
+            token_s=(alone.flops - head_flops - pair_flops) / machine.flops_per_s,
+            sequence_s=head_flops / machine.flops_per_s,
+            context_token_s=(longer.kv_bytes - alone.kv_bytes)
+            / work.layout.groups[0].block_tokens
+            / machine.bandwidth_bytes_per_s,
+            pair_s=pair_flops / machine.flops_per_s,
+        )
+
+    @classmethod
+    def fitted(cls, shapes: Sequence[StepShape], times_s: Sequence[float]) -> "StepCost":
+        """To steps that were measured: the least relative errors, outliers weighted down (Huber), no term below 0.
+
+        Raises ValueError without a step. Terms that the steps do not tell apart are spread over them.
+        """
+        if not len(times_s):
+            raise ValueError("no measured step")
+        return cls(*_fit(_matrix(shapes), np.asarray(times_s, dtype=float)).tolist())
+
+
+class StepCostModel:
+    """A StepCost that follows what the steps took, and how far off it is.
+
+    Bounded window and no forgetting factor: a window of equal steps says nothing of how the time divides into terms,
+    and what it does not say is kept from the first cost (a ridge towards it, scaled by the machine's speed), where
+    recursive least squares with forgetting would let it wander.
+    """
+
+    def __init__(self, first: StepCost) -> None:
+        self._first = self._terms = first
+        self._speed = 1.0
+        self._cost = first
+        self._steps: deque[tuple[StepShape, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[float] = deque(maxlen=SPEED_STEPS)
+        self._run: list[tuple[float, float]] = []
+        self._runs: deque[float] = deque(maxlen=MAX_RUNS)
+        self._num_steps = 0
+
+    @property
+    def cost(self) -> StepCost:
+        """As the machine is at the moment."""
+        return self._cost
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of `shape` took `seconds`."""
+        if not seconds > 0:
+            return
+        self._run.append((seconds, self._cost.step_s(shape)))
+        if len(self._run) == RUN_STEPS:
+            measured, predicted = np.sum(self._run, axis=0)
+            self._runs.append(float(measured / predicted) if predicted > 0 else MOST_SPREAD)
+            self._run = []
+        self._steps.append((shape, seconds))
+        self._num_steps += 1
+        if self._num_steps % REFIT_STEPS == 0:
+            self._refit()
+        self._recent.append(_ratio(seconds, self._terms.step_s(shape)))
+        self._speed = float(np.clip(np.median(self._recent), *SPEED_RANGE))
+        self._cost = self._terms.scaled(self._speed)
+
+    def spread(self, percentile: float) -> float:
+        """What a few steps in a row take over what was predicted of them before: at most this in `percentile` of 100
+        cases, by those seen lately. At least 1."""
+        if len(self._runs) < MIN_RUNS:
+            return UNKNOWN_SPREAD
+        return float(np.clip(np.percentile(self._runs, percentile), 1.0, MOST_SPREAD))
+
+    def _refit(self) -> None:
+        shapes, times_s = zip(*self._steps, strict=True)
+        matrix, measured = _matrix(shapes), np.array(times_s)
+        first = np.array(astuple(self._first))
+        predicted = matrix @ first
+        speed = float(np.median(measured[predicted > 0] / predicted[predicted > 0])) if (predicted > 0).any() else 1.0
+        self._terms = StepCost(*_fit(matrix, measured, speed * first).tolist())
+        self._recent = deque(
+            (_ratio(seconds, self._terms.step_s(shape)) for shape, seconds in list(self._steps)[-SPEED_STEPS:]),
+            maxlen=SPEED_STEPS,
+        )
+
+
+def _ratio(measured_s: float, predicted_s: float) -> float:
+    return measured_s / predicted_s if predicted_s > 0 else SPEED_RANGE[1]
+
+
+def _matrix(shapes: Sequence[StepShape]) -> np.ndarray:
+    """[steps, terms]"""
+    return np.array([(1, *astuple(shape)) for shape in shapes], dtype=float)
+
+
+def _fit(matrix: np.ndarray, measured: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:
+    """Terms [5], none below 0, by iteratively reweighted least squares of (measured - predicted) / predicted; with
+    `first` drawn towards it where the steps say nothing."""
+    seen = matrix.mean(axis=0) / measured.mean()  # a term times this is its share of a mean step
+    used = seen > 0
+    if first is not None:
+        # Where no step has what a term counts, any scale will do.
+        seen = np.where(used, seen, SMALLEST_SHARE / np.where(first > 0, first, 1))
+        used |= first > 0
+    columns = matrix[:, used] / seen[used]  # so that what is fitted are shares
+    ridge, aim = np.empty((0, columns.shape[1])), np.empty(0)
+    if first is not None:
+        shares = (first * seen)[used]
+        # A term with next to no share must not be multiplied by what is left over of the others.
+        rare = np.clip(SMALLEST_SHARE / np.maximum(shares, 1e-12), 1, MOST_WEIGHT) * (shares > 0) + (shares == 0)
+        ridge = np.diag(np.sqrt(PRIOR_STEPS) * rare)
+        aim = ridge @ shares
+    expected = measured
+    weights = np.ones(len(measured))
+    for _ in range(_FIT_ROUNDS):
+        rows = (weights / expected)[:, None] * columns
+        found = _non_negative(np.vstack([rows, ridge]), np.concatenate([weights * measured / expected, aim]))
+        predicted = columns @ found
+        expected = np.maximum(predicted, 0.1 * measured)
+        residuals = np.abs(measured / expected - 1)
+        limit = _HUBER * max(1.4826 * float(np.median(residuals)), 1e-6)
+        weights = np.sqrt(np.minimum(1.0, limit / np.maximum(residuals, 1e-12)))
+    terms = np.zeros(matrix.shape[1])
+    terms[used] = found / seen[used]
+    return terms
+
+
+def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with no coefficient below 0: the most negative one is left out until there is none."""
+    kept = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while kept:
+        solved = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
+        if (solved >= 0).all():
+            found[kept] = solved
+            break
+        kept.pop(int(solved.argmin()))
+    return found
