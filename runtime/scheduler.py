@@ -92,6 +92,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step: who computes how many tokens, with which blocks."""
         budget = self.policy.max_num_batched_tokens
+        surplus = budget - len(
+            self.running
+        )  # beyond a token for each that runs: an early prompt leaves later ones theirs
         scheduled: list[tuple[Request, int]] = []
         preempted = False
         allocate_slots = self.kv.allocate_slots
@@ -101,7 +104,8 @@ class Scheduler:
                 break
             if request.search is not None and request.is_held:
                 continue
-            num_new = self._chunk(request.num_tokens_to_compute, request.num_computed_tokens, budget)
+            most = min(budget, 1 + max(surplus, 0))
+            num_new = self._chunk(request.num_tokens_to_compute, request.num_computed_tokens, most)
             while not (fits := allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
@@ -112,6 +116,7 @@ class Scheduler:
                 break
             scheduled.append((request, num_new))
             budget -= num_new
+            surplus -= num_new - 1
         served: dict[str, int] = {}
         for request, num_new in scheduled:
             served[request.tenant] = served.get(request.tenant, 0) + num_new

@@ -66,6 +66,19 @@ def test_a_chunk_that_leaves_some_ends_on_a_block_border_where_it_reaches_one(bu
     assert [scheduled(step(scheduler)[0])["long"] for _ in chunks] == chunks
 
 
+def test_a_prompt_that_goes_first_leaves_a_token_to_each_that_decodes():
+    scheduler = make(budget=20, max_num_seqs=4)
+    for number in range(3):
+        add(scheduler, f"decoding {number}", 4, arrival=5.0 + number, max_tokens=20)
+    step(scheduler)
+    add(scheduler, "older", 60, arrival=1.0, first_token=4)  # it waited for its turn among tenants, say
+    assert scheduled(step(scheduler)[0])["older"] == 16
+    for chunk in (16, 16, 12):
+        plan = scheduled(step(scheduler)[0])
+        assert plan == {"older": chunk, "decoding 0": 1, "decoding 1": 1, "decoding 2": 1}
+        assert next(iter(plan)) == "older"
+
+
 def test_prompt_tokens_are_counted_apart_from_those_that_are_decoded():
     scheduler = make(budget=8)
     add(scheduler, "short", 1)  # a prompt of one token looks like a decode step
