@@ -11,6 +11,7 @@ from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
     from llmq.evals.proof import Proof
+    from llmq.profiles.slo import Slo
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes
 
@@ -33,6 +34,14 @@ def serve(
     max_queue: Annotated[
         int | None,
         typer.Option(min=0, help="Sequences taken beyond --max-num-seqs, to wait; more get 429. Default: no limit."),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help="What to promise, as llmq bench has it: ttft=500ms,tpot=50ms@p99. Steps and the batch are kept small "
+            "enough for tpot, and who would wait longer than ttft gets 429 with Retry-After.",
+            show_default=False,
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
@@ -133,6 +142,7 @@ def serve(
         enable_prefix_caching=prefix_caching,
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
+        slo=_parse_slo(slo),
         threads=threads,
     )
     proven = _read_proof(proof)
@@ -171,6 +181,19 @@ def default_name(model: str) -> str:
     if path.is_file():
         return path.stem
     return path.resolve().name if path.is_dir() else model
+
+
+def _parse_slo(text: str | None) -> "Slo | None":
+    if text is None:
+        return None
+    from llmq.profiles.slo import Slo
+
+    slo = Slo.parse(text)
+    if "e2e" in slo.limits_s:
+        raise InputError(
+            f"--slo {text}: e2e depends on how long an answer is, which a server does not choose; promise ttft and tpot"
+        )
+    return slo
 
 
 def _read_proof(path: Path | None) -> "Proof | None":

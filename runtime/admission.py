@@ -2,7 +2,8 @@
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,8 @@ MIN_HISTORY = 16
 # The share of requests of a length seen so far that end at or before what is expected.
 QUANTILE = 0.8
 UNKNOWN = np.iinfo(np.int32).max  # more tokens than any limit allows
+# What is taken for a mean before there is a history: about that of conversations (Azure's trace of 2023 has 211).
+TYPICAL_TOKENS = 200
 
 
 class LengthHistory:
@@ -43,6 +46,17 @@ class LengthHistory:
         index = first + np.minimum(longer - 1, (longer * QUANTILE).astype(np.int64))
         return np.where(longer > 0, lengths[index] - num_output_tokens, UNKNOWN)
 
+    def mean_remaining(self, num_output_tokens: np.ndarray) -> np.ndarray:
+        """Tokens that requests which have generated so many will still generate, in the mean of those that got further.
+        TYPICAL_TOKENS without enough of them."""
+        lengths = np.array(self._sorted)
+        if len(lengths) < MIN_HISTORY:
+            return np.full_like(num_output_tokens, TYPICAL_TOKENS)
+        first = np.searchsorted(lengths, num_output_tokens, side="right")
+        longer = len(lengths) - first
+        sums = np.append(np.cumsum(lengths[::-1])[::-1], 0)[first]
+        return np.where(longer > 0, sums // np.maximum(longer, 1) - num_output_tokens, TYPICAL_TOKENS)
+
 
 class Admission:
     """Admitting by what fits now alone makes a full pool thrash: each preemption throws away what it computed."""
@@ -63,24 +77,45 @@ class Admission:
         self.num_deferrals += not fits
         return fits
 
+    def mean_to_come(self, requests: Sequence[Request]) -> "ToCome":
+        """What is to be expected of each: for sums over many, not for a limit that must hold."""
+        return self._to_come(requests, self.lengths.mean_remaining)
+
     def _lengths_to_come(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
         """(tokens that each has, tokens that it will add). Sequences that are still to come of a request, forks or
         beams, will each hold as much as it does."""
-        tokens, outputs, most, to_the_end, copies = np.array(
-            [
-                (
-                    len(one.token_ids),
-                    len(one.token_ids) - one.num_prompt_tokens,
-                    one.sampling_params.max_tokens,
-                    one.runs_to_its_limit,
-                    1 + one.num_to_come,
-                )
-                for one in requests
-            ]
-        ).T
+        found = self._to_come(requests, self.lengths.expected_remaining)
+        return np.repeat(found.tokens, found.copies), np.repeat(found.remaining, found.copies)
+
+    def _to_come(self, requests: Sequence[Request], expected: Callable[[np.ndarray], np.ndarray]) -> "ToCome":
+        tokens, outputs, most, to_the_end, copies = (
+            np.array(
+                [
+                    (
+                        len(one.token_ids),
+                        len(one.token_ids) - one.num_prompt_tokens,
+                        one.sampling_params.max_tokens,
+                        one.runs_to_its_limit,
+                        1 + one.num_to_come,
+                    )
+                    for one in requests
+                ],
+                dtype=np.int64,
+            )
+            .reshape(-1, 5)
+            .T
+        )
         most = np.clip(np.minimum(most - outputs, self._max_model_len - tokens), 0, None)
-        expected = np.where(to_the_end, most, np.minimum(most, self.lengths.expected_remaining(outputs)))
-        return np.repeat(tokens, copies), np.repeat(expected, copies)
+        return ToCome(tokens, np.where(to_the_end, most, np.minimum(most, expected(outputs))), copies)
+
+
+@dataclass(frozen=True)
+class ToCome:
+    """Of each of some requests: tokens that it has, tokens that it will add, and how many sequences it will be."""
+
+    tokens: np.ndarray
+    remaining: np.ndarray
+    copies: np.ndarray
 
 
 def peak_blocks(groups: Sequence[KVCacheGroup], num_tokens: Sequence[int], remaining: Sequence[int]) -> int:

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from llmq.profiles.slo import Slo
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is started with. `model` is a resolved local folder. None means: decided at start, and said."""
@@ -20,6 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilization: float | None = None  # of a GPU, instead of kv_cache_memory_bytes; None: memory.GPU_SHARE
     enable_prefix_caching: bool = True
     batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
+    slo: Slo | None = None  # of ttft and tpot: kept by small enough steps and by shedding; see `policy.SloPolicy`
     threads: int | None = None
     seed: int = 0  # of requests that bring none
     check_integrity: bool = False  # verify the block pool's invariants after every step

@@ -2,8 +2,9 @@
 
 import json
 import random
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,8 @@ from llmq.runtime.kv_store import KVStore
 from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
-from llmq.runtime.policy import StepPolicy
+from llmq.runtime.pacer import Pacer
+from llmq.runtime.policy import SloPolicy, StepPolicy
 from llmq.runtime.queue_clock import QueueClock
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.grammar_mask import GrammarMask
@@ -40,19 +42,31 @@ from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
+from llmq.runtime.trial_steps import pace_of, run_trial, slo_policy_of
 
 
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread adds, aborts and steps."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: EngineInfo,
+        config: EngineConfig,
+        *,
+        slo_policy: SloPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`slo_policy` sets the scheduler's numbers before each step. `clock`: that of requests' `arrival_time_s`."""
         self.scheduler = scheduler
         self.executor = executor
         self.info = info
+        self._pacer = None if slo_policy is None else Pacer(slo_policy, clock)
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
         self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
-        self._clock = QueueClock()
+        self._clock = QueueClock(clock)
         self._num_steps = self._prompt_tokens = self._generation_tokens = 0
 
     @classmethod
@@ -92,6 +106,8 @@ class Engine:
         request_ids = list(request_ids)
         self._clock.forget(request_ids)
         outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
+        if self._pacer is not None and not self.has_unfinished_requests:
+            self._pacer.rest()
         return [output for output in outputs if output is not None]
 
     @property
@@ -102,15 +118,21 @@ class Engine:
         """Compute one step and return what it brought. An empty list where there is nothing to do."""
         if not self.has_unfinished_requests:
             return []
+        shed = [] if self._pacer is None else self._pacer.begin_step(self.scheduler)
+        self._clock.forget(output.request_id for output in shed)
+        if not self.has_unfinished_requests:
+            return shed
         plan = self.scheduler.schedule()
         self._clock.schedule(new.request_id for new in plan.new_requests)
         self._pending.append((plan, self.executor.submit(plan)))
         plan, future = self._pending.popleft()
         outputs = self.scheduler.update_from_output(plan, future.result())
+        if self._pacer is not None:
+            self._pacer.end_step(plan, goes_on=self.has_unfinished_requests)
         self._count(plan, outputs)
         if self._check_integrity:
             self.scheduler.kv.check_integrity()
-        return [self._clock.stamp(output) for output in outputs]
+        return [*shed, *(self._clock.stamp(output) for output in outputs)]
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
         """Call `observer(request_id, position, logits [n, vocab_size] float32)` for the computed positions of requests
@@ -155,6 +177,9 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             preempted_tokens=self.scheduler.preempted_tokens,
             num_deferrals=self.scheduler.admission.num_deferrals,
+            step_max_tokens=self.scheduler.policy.max_num_batched_tokens,
+            step_max_seqs=self.scheduler.policy.max_num_seqs,
+            step_spread=1.0 if self._pacer is None else self._pacer.policy.spread,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:
@@ -214,7 +239,6 @@ def _build(config: EngineConfig) -> Engine:
     eos = _eos_token_ids(checkpoint)
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
     policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
-    scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
     grammar_mask = GrammarMask(
         partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos),
@@ -222,6 +246,12 @@ def _build(config: EngineConfig) -> Engine:
     )
     attention = _attention(config, architecture, store, TORCH_DTYPES[dtypes.dtype])
     runner = ModelRunner(model, store, attention, Sampler(eos, grammar_mask), device)
+    executor = InProcessExecutor(runner)
+    slo_policy = pace = None
+    if config.slo is not None:
+        trial = run_trial(executor, plan, architecture.vocab_size, policy)
+        slo_policy = slo_policy_of(config.slo, policy, trial)
+        pace = pace_of(slo_policy, trial, plan.max_model_len)
     info = EngineInfo(
         model=config.model,
         vocab_size=architecture.vocab_size,
@@ -234,8 +264,10 @@ def _build(config: EngineConfig) -> Engine:
         weight_bytes=model.num_bytes,
         device=str(device),
         fingerprint=_fingerprint(checkpoint, loader, runner, dtypes),
+        pace=pace,
     )
-    return Engine(scheduler, InProcessExecutor(runner), info, config)
+    scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
+    return Engine(scheduler, executor, info, config, slo_policy=slo_policy)
 
 
 def _attention(

@@ -1,6 +1,23 @@
 """StepPolicy: the numbers by which the scheduler fills a step. The scheduler itself reads no clock and no load."""
 
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
 import msgspec
+import numpy as np
+
+from llmq.profiles.slo import Slo
+from llmq.profiles.step_cost import StepCost, StepCostModel, StepShape
+from llmq.runtime.request import Request
+from llmq.runtime.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from llmq.runtime.scheduler import Scheduler
+
+# What a waiting or half computed prompt gets of a step however little time is left: less, and it would hold its blocks
+# for ever; a chunk of less than a block reads as many keys for fewer queries.
+LEAST_CHUNK = 16
 
 
 class StepPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -8,3 +25,121 @@ class StepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     # False is static batching: nothing is admitted before all that runs has ended. For comparison in benchmarks only.
     admit_while_running: bool = True
+
+
+class SloPolicy:
+    """The StepPolicy of each next step, such that whoever decodes keeps its time per output token.
+
+    A decoding request gets a token a step: its TPOT is the mean time of a step. So a step's prompt tokens are as many
+    as its time has room for beside the decodes, and a request is admitted where the decodes, when they are longest, do
+    not fill a step. Both by a StepCostModel, which is told what each step took, with the spread that it has shown taken
+    off the promise.
+    """
+
+    def __init__(self, slo: Slo, most: StepPolicy, model: StepCostModel) -> None:
+        """`most`: what is never exceeded, however fast steps are."""
+        self.most = most
+        self.model = model
+        self.ttft_s = slo.limits_s.get("ttft")
+        self._tpot_s = slo.limits_s.get("tpot", float("inf"))
+        self._percentile = slo.percentile
+
+    @property
+    def step_limit_s(self) -> float:
+        """What a step may be predicted to take while anybody decodes."""
+        return self._tpot_s / self.spread
+
+    @property
+    def spread(self) -> float:
+        """What steps take over what was predicted, in the SLO's share of cases."""
+        return self.model.spread(self._percentile)
+
+    def observe(self, plan: SchedulerOutput, seconds: float) -> None:
+        """A step took `seconds`, all that lies between it and the last one included."""
+        self.model.observe(step_shape(plan), seconds)
+
+    def next_step(self, scheduler: "Scheduler") -> StepPolicy:
+        """By who runs and who waits as it is now."""
+        decoding = [len(one.token_ids) for one in scheduler.running if _num_left(one) == 1]
+        prompts = [one for one in scheduler.running if _num_left(one) > 1]
+        if self._tpot_s == float("inf") or not (prompts or scheduler.waiting):
+            return self.most
+        waiting = list(islice(scheduler.waiting, max(0, self.most.max_num_seqs - len(scheduler.running))))
+        budget = self.most.max_num_batched_tokens
+        if decoding:
+            left_s = self.step_limit_s - self.model.cost.step_s(_decodes(decoding))
+            chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, [*prompts, *waiting]))
+            budget = min(budget, len(decoding) + chunk)
+        return StepPolicy(
+            max_num_seqs=max(1, len(scheduler.running) + self._admissible(scheduler, waiting)),
+            max_num_batched_tokens=budget,
+        )
+
+    def most_decodes(self, context: int) -> int:
+        """Sequences of `context` tokens that can decode beside the smallest chunk, at least 1."""
+        cost = self.model.cost
+        left_s = self.step_limit_s - _reserve_s(cost) - cost.fixed_s
+        each_s = cost.step_s(StepShape.decode(1, context)) - cost.fixed_s
+        if left_s >= each_s * self.most.max_num_seqs:
+            return self.most.max_num_seqs
+        return max(1, int(left_s / each_s))
+
+    def _admissible(self, scheduler: "Scheduler", waiting: Sequence[Request]) -> int:
+        """How many of the first that wait can join: all that run then, until they have ended, within the limit."""
+        found = scheduler.admission.mean_to_come([*scheduler.running, *waiting])
+        limit_s, cost, low, high = self.step_limit_s, self.model.cost, 0, len(waiting)
+        limit_s -= _reserve_s(cost)
+        while low < high:
+            middle = (low + high + 1) // 2
+            count = len(scheduler.running) + middle
+            copies = found.copies[:count]
+            tokens, remaining = (np.repeat(part[:count], copies) for part in (found.tokens, found.remaining))
+            low, high = (middle, high) if peak_step_s(cost, tokens, remaining) <= limit_s else (low, middle - 1)
+        return low
+
+
+def peak_step_s(cost: StepCost, tokens: np.ndarray, remaining: np.ndarray) -> float:
+    """The longest decode step until all have ended, of sequences that have `tokens` and will add `remaining`.
+
+    As with blocks (`admission.peak_blocks`) the peak lies where one of them ends: those with less to go have left.
+    """
+    ends = np.unique(remaining)[:, None]
+    alive = remaining >= ends  # [moments at which one ends, each]
+    context = ((tokens + ends) * alive).sum(axis=1)
+    each_s, context_s = cost.token_s + cost.sequence_s, cost.context_token_s + cost.pair_s
+    return cost.fixed_s + float((each_s * alive.sum(axis=1) + context_s * context).max())
+
+
+def step_shape(plan: SchedulerOutput) -> StepShape:
+    context = pairs = 0
+    for item in plan.scheduled:
+        new, computed = item.num_scheduled_tokens, item.num_computed_tokens
+        context += computed + new
+        pairs += new * computed + new * (new + 1) // 2
+    return StepShape(plan.num_scheduled_tokens, len(plan.scheduled), context, pairs)
+
+
+def _decodes(contexts: Sequence[int]) -> StepShape:
+    return StepShape(len(contexts), len(contexts), sum(contexts), sum(contexts))
+
+
+def _chunks_within(cost: StepCost, seconds: float, requests: Iterable[Request]) -> int:
+    """Prompt tokens that a step computes in `seconds`, the first request's first. What a prefix hit would save those
+    that wait is not known here."""
+    total = 0
+    for request in requests:
+        computed, wanted = request.num_computed_tokens, _num_left(request)
+        tokens = min(cost.tokens_within(seconds, computed), wanted)
+        total += tokens
+        if tokens < wanted:
+            break
+        seconds -= cost.step_s(StepShape.chunk(tokens, computed)) - cost.fixed_s
+    return total
+
+
+def _reserve_s(cost: StepCost) -> float:
+    return cost.step_s(StepShape.chunk(LEAST_CHUNK)) - cost.fixed_s
+
+
+def _num_left(request: Request) -> int:
+    return len(request.token_ids) - request.num_computed_tokens

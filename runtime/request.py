@@ -9,7 +9,7 @@ from llmq.runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llmq.runtime.beam_search import BeamSearch
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "shed"]  # shed: it could not have kept the engine's SLO
 
 
 class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stop_token_id: int | None = None  # the token that ended it, where finish_reason is "stop"
     cumulative_logprob: float | None = None  # of a hypothesis of a beam search
     queue_s: float | None = None  # with the first output: how long it waited to be scheduled
-    error: str | None = None
+    error: str | None = None  # also why it was shed
+    retry_after_s: float | None = None  # where it was shed
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +83,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     preempted_tokens: int = 0  # computed, then given up to make room: they are computed again
     num_deferrals: int = 0  # steps in which a request waited that there were blocks for, so that others can go on
+    # Of the last step, where an SLO is kept: what it was allowed, and the spread taken off the promise (1: none).
+    step_max_tokens: int = 0
+    step_max_seqs: int = 0
+    step_spread: float = 1.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +103,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
+    pace: "Pace | None" = None  # where an SLO is kept
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that keeps an SLO measured at its start."""
+
+    floor_s: float  # of a step: one short sequence that decodes
+    most_decodes: int  # sequences of `context` tokens that decode at once within the SLO
+    context: int
 
 
 class Request:

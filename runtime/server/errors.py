@@ -1,5 +1,6 @@
 """Errors as the OpenAI API words them: {"error": {"message", "type", "param", "code"}}."""
 
+import math
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -38,3 +39,9 @@ class ApiError(Exception):
 def unavailable(message: str, code: str) -> ApiError:
     """503: not now, and not through the caller's fault."""
     return ApiError(503, message, kind="server_error", code=code)
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    """429: more comes than can be answered in time. The header has whole seconds."""
+    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)

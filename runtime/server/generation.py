@@ -10,7 +10,7 @@ from llmq.runtime.request import BeamParams, EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.server.callers import Caller
 from llmq.runtime.server.engine_client import CutOffError, EngineClient, EngineDeadError, TimedOutError
-from llmq.runtime.server.errors import ApiError, unavailable
+from llmq.runtime.server.errors import ApiError, overloaded, unavailable
 from llmq.runtime.server.metrics import ServerMetrics
 from llmq.runtime.server.responses import Json
 from llmq.runtime.server.timings import SequenceTimes, timings
@@ -83,8 +83,8 @@ class Generation:
         self._by_id = {choice.output.request_id: choice for choice in self.choices}
 
     async def run(self, client: EngineClient, metrics: ServerMetrics) -> AsyncIterator[tuple[Choice, SequenceDelta]]:
-        """Raises ApiError: 503 where the engine is gone, 504 when the time is up, 500 where the engine gave up on one
-        of the sequences."""
+        """Raises ApiError: 503 where the engine is gone, 504 when the time is up, 500 where the engine gave one of the
+        sequences up, 429 where it shed one."""
         stream = client.open(self._timeout_s)
         unfinished = "abort"
         try:
@@ -95,6 +95,9 @@ class Generation:
                 if delta.finish_reason is not None and output.finish_reason is None:
                     stream.abort([output.request_id])  # a stop string ended it: the engine does not know
                 self._observe(choice, delta, output.queue_s, metrics)
+                if delta.finish_reason == "shed":
+                    unfinished = "shed"
+                    raise overloaded(delta.error, output.retry_after_s)
                 if delta.finish_reason == "error":
                     raise ApiError(500, f"the engine gave this request up: {delta.error}", kind="server_error")
                 yield choice, delta

@@ -15,6 +15,9 @@ _GAUGES = (
     ("llmq_requests_waiting", "Requests waiting to be admitted.", lambda s: s.num_waiting),
     ("llmq_kv_blocks_total", "KV-cache blocks.", lambda s: s.num_blocks),
     ("llmq_kv_blocks_used", "KV-cache blocks held by requests.", lambda s: s.num_blocks - s.num_free_blocks),
+    ("llmq_step_max_tokens", "Tokens that the last step might compute.", lambda s: s.step_max_tokens),
+    ("llmq_step_max_seqs", "Requests that the last step might run.", lambda s: s.step_max_seqs),
+    ("llmq_step_spread", "What steps take over the prediction, in the SLO's share of cases.", lambda s: s.step_spread),
 )
 _COUNTERS = (
     ("llmq_engine_steps", "Engine steps.", lambda s: s.num_steps),
@@ -51,7 +54,10 @@ class ServerMetrics:
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
         self._requests = Counter(
-            "llmq_requests", "Finished sequences by reason.", ["finish_reason"], registry=self._registry
+            "llmq_requests",
+            "Finished sequences by reason; shed: 429, the SLO was out of reach.",
+            ["finish_reason"],
+            registry=self._registry,
         )
         self._time_to_first_token = self._histogram(
             "llmq_time_to_first_token_seconds", "From a request's arrival to its first token."

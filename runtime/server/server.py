@@ -206,6 +206,11 @@ def _ready_line(
         f"{format_count(engine.max_num_batched_tokens, 'token')} a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
     ]
+    if info.pace is not None:
+        parts.append(
+            f"keeps {engine.slo}: a token alone takes {1000 * info.pace.floor_s:.3g} ms, and "
+            f"{format_count(info.pace.most_decodes, 'request')} of {info.pace.context} tokens can decode at once"
+        )
     if sampling_defaults:
         listed = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
         parts.append(f"unless asked otherwise: {listed} (generation_config.json)")

@@ -29,3 +29,19 @@ def test_a_mistyped_option_is_refused_before_the_model_is_looked_for(monkeypatch
     with pytest.raises(InputError) as raised:
         CliRunner().invoke(app, [*args, *flags], catch_exceptions=False)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("slo", "message"),
+    [
+        ("ttft", "'ttft' is no limit; write ttft=500ms,tpot=50ms@p99"),
+        ("tpot=50", "'tpot=50' is no limit"),
+        ("tpot=50ms@p0", "'@p0' is no share"),
+        ("ttft=1s,e2e=9s", "e2e depends on how long an answer is"),
+    ],
+)
+def test_a_promise_that_is_none_is_refused_before_the_model_is_looked_for(monkeypatch, slo, message):
+    monkeypatch.setattr(checkpoint, "find_model", lambda *_, **__: pytest.fail("looked for the model"))
+    with pytest.raises(InputError) as raised:
+        CliRunner().invoke(serve.app, ["org/m", "--slo", slo], catch_exceptions=False)
+    assert message in str(raised.value)

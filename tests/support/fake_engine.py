@@ -1,6 +1,7 @@
 """An engine without a model: every request gets the next tokens of one script. Run as a program it is a whole process.
 
-A prompt that holds REFUSED is refused when it is added; one that holds FATAL makes the step raise.
+A prompt that holds REFUSED is refused when it is added; one that holds SHED is shed by the first step; one that holds
+FATAL makes the step raise.
 """
 
 import sys
@@ -14,7 +15,7 @@ from llmq.profiles.errors import InputError
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput, TokenLogprobs
 
-REFUSED, FATAL = 500, 501
+REFUSED, FATAL, SHED = 500, 501, 502
 BLOCK_TOKENS, NUM_BLOCKS = 16, 64
 DEFAULT_SCRIPT = tuple(range(100, 400))
 
@@ -97,6 +98,10 @@ class FakeEngine:
         request, params = state.request, state.request.sampling_params
         if FATAL in request.prompt_token_ids:
             raise RuntimeError("the forward failed")
+        if SHED in request.prompt_token_ids:
+            return RequestOutput(
+                request_id=request.request_id, finish_reason="shed", error="too many before it", retry_after_s=2.2
+            )
         self._seen.add(tuple(request.prompt_token_ids))
         first = state.num_output_tokens == 0
         new = [] if params.max_tokens == 0 else [self.script[state.num_output_tokens % len(self.script)]]

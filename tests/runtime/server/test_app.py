@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+from fake_engine import SHED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -463,6 +464,25 @@ def test_every_route_but_health_and_the_page_wants_the_key(serving: Callable):
             assert (await s.post(TEXT, prompt="a", max_tokens=1)).status_code == 200
 
     run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_the_engine_sheds_is_429_with_when_to_come_back(serving: Callable, stream: bool, n: int):
+    async def run():
+        async with serving() as s:
+            answer = await s.post(TEXT, prompt=[[7], [SHED]], n=n, max_tokens=200, stream=False)
+            assert answer.status_code == 429
+            answer = await s.post(TEXT, prompt=[SHED], n=n, max_tokens=9, stream=stream)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+            error = answer.json()["error"]
+            assert (error["code"], error["message"]) == ("overloaded", "too many before it")
+            text = (await s.http.get("/metrics")).text
+            assert f'llmq_requests_total{{finish_reason="shed"}} {3 * n}.0' in text
+            assert (await s.post(TEXT, prompt=[7], max_tokens=2)).status_code == 200
+            assert s.service.num_sequences == 0
+
+    asyncio.run(run())
 
 
 def test_a_full_queue_is_429(serving: Callable):
