@@ -35,7 +35,9 @@ class StepCost:
     context_token_s: float
 
     def step_s(self, plan: SchedulerOutput) -> float:
-        tokens, sequences, context = shape(plan)
+        return self.step_of(*shape(plan))
+
+    def step_of(self, tokens: int, sequences: int, context: int) -> float:
         products_s = max(self.weights_s, self.token_s * tokens)
         return self.fixed_s + products_s + self.sequence_s * sequences + self.context_token_s * context
 

@@ -10,12 +10,14 @@ import bench_kv_dtypes
 import bench_paging
 import bench_prefix_cache
 import bench_scheduler
+import bench_slo
 import bench_soak
 import bench_static_batching
 import pytest
 from bench_simulation import StepCost
 
 from llmq.evals.samples import Sample
+from llmq.profiles.slo import Slo
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,34 @@ def test_the_scheduler_is_timed_in_both_cases(capsys):
     found = json.loads(capsys.readouterr().out)
     assert all(case["median_s"] <= case["p99_s"] for case in found.values())
     assert len(found) == 2
+
+
+def test_past_saturation_the_slo_is_kept_by_who_is_answered():
+    found = bench_slo.main(["--requests", "120", "--loads", "0.5,2.5"])
+    for machine in found.values():
+        limits_s = Slo.parse(machine["slo"]).limits_s
+        below, over = machine["loads"]
+        assert below["with"]["shed_share"] == 0.0
+        assert below["with"]["kept_of_answered"] > 0.98
+        assert over["without"]["tpot_p99_s"] > limits_s["tpot"] >= over["with"]["tpot_p99_s"]
+        assert over["with"]["ttft_p99_s"] <= limits_s["ttft"]
+        assert over["without"]["kept_of_answered"] < 0.7
+        assert over["with"]["kept_of_answered"] > 0.96
+        assert over["with"]["goodput_tokens_per_s"] > 1.2 * over["without"]["goodput_tokens_per_s"]
+    over = found["a CPU, 135M, simulated"]["loads"][1]  # where 120 requests are many
+    assert over["without"]["kept_of_answered"] < 0.1
+    assert 0.05 < over["with"]["shed_share"] < 0.6
+    assert over["with"]["goodput_tokens_per_s"] > 10 * over["without"]["goodput_tokens_per_s"]
+
+
+def test_the_real_server_is_swept_with_and_without_its_promise(tiny_llama):
+    model = tiny_llama(max_position_embeddings=1024)
+    options = ["--requests", "20", "--loads", "0.5", "--window-s", "1", "--server-loads", "0.5", "--threads", "1"]
+    found = bench_slo.main(["--model", str(model), "--slo", "ttft=5s,tpot=5s", "--length-scale", "0.03", *options])
+    (point,) = found[f"{model}, measured"]["loads"]
+    for way in ("without", "with"):
+        assert point[way]["requests"] == bench_slo.CROWD_REQUESTS - bench_slo.WARM_UP_REQUESTS
+        assert (point[way]["shed_share"], point[way]["other_errors"]) == (0.0, 0)
 
 
 def test_contention_is_measured_step_by_step(tiny_llama):
@@ -136,8 +166,19 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         bench_contention.main,
         bench_soak.main,
         bench_kv_dtypes.main,
+        lambda _: bench_slo.main(["--model", "smollm2-135m"]),
     ],
-    ids=["consumers", "paging", "prefix cache", "scheduler", "static batching", "contention", "soak", "kv dtypes"],
+    ids=[
+        "consumers",
+        "paging",
+        "prefix cache",
+        "scheduler",
+        "static batching",
+        "contention",
+        "soak",
+        "kv dtypes",
+        "slo",
+    ],
 )
 def test_measure(main):
     main([])
