@@ -1,6 +1,6 @@
 """StepPolicy: the numbers by which the scheduler fills a step. The scheduler itself reads no clock and no load."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ class SloPolicy:
         budget = self.most.max_num_batched_tokens
         if decoding:
             left_s = self.step_limit_s - self.model.cost.step_s(_decodes(decoding))
-            chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, [*prompts, *waiting]))
+            chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, prompts + waiting))
             budget = min(budget, len(decoding) + chunk)
         return StepPolicy(
             max_num_seqs=max(1, len(scheduler.running) + self._admissible(scheduler, waiting)),
@@ -123,10 +123,11 @@ def _decodes(contexts: Sequence[int]) -> StepShape:
     return StepShape(len(contexts), len(contexts), sum(contexts), sum(contexts))
 
 
-def _chunks_within(cost: StepCost, seconds: float, requests: Iterable[Request]) -> int:
+def _chunks_within(cost: StepCost, seconds: float, requests: Sequence[Request]) -> int:
     """Prompt tokens that a step computes in `seconds`, the first request's first. What a prefix hit would save those
-    that wait is not known here."""
+    that wait is not known here. A chunk that ends on a block border leaves its last tokens to one prompt more."""
     total = 0
+    seconds -= cost.sequence_s if len(requests) > 1 else 0.0
     for request in requests:
         computed, wanted = request.num_computed_tokens, _num_left(request)
         tokens = min(cost.tokens_within(seconds, computed), wanted)
@@ -142,4 +143,4 @@ def _reserve_s(cost: StepCost) -> float:
 
 
 def _num_left(request: Request) -> int:
-    return len(request.token_ids) - request.num_computed_tokens
+    return request.num_tokens_to_compute - request.num_computed_tokens

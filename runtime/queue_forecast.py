@@ -102,7 +102,7 @@ class _Line:
         running = len(scheduler.running)
         chunk, step_s = line._at(running)
         for request, remaining in zip(scheduler.running, to_come.remaining[:running], strict=True):
-            left = request.num_tokens - request.num_computed_tokens
+            left = request.num_tokens_to_compute - request.num_computed_tokens
             if left > 1:
                 line._free_s += left / chunk * step_s
             heapq.heappush(line._ends_s, (line._free_s if left > 1 else 0.0) + int(remaining) * step_s)

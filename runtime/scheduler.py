@@ -92,9 +92,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step: who computes how many tokens, with which blocks."""
         budget = self.policy.max_num_batched_tokens
-        surplus = budget - len(
-            self.running
-        )  # beyond a token for each that runs: an early prompt leaves later ones theirs
+        surplus = budget - len(self.running)  # a token for each that runs: a prompt before it leaves it that
         scheduled: list[tuple[Request, int]] = []
         preempted = False
         allocate_slots = self.kv.allocate_slots

@@ -24,7 +24,7 @@ def test_without_anybody_decoding_a_step_is_as_large_as_it_may_be():
     assert plans == [256, 256, 88]
 
 
-def test_a_prompt_beside_decodes_gets_what_their_tpot_leaves_and_not_a_token_less():
+def test_a_prompt_beside_decodes_gets_what_their_tpot_leaves_and_not_a_block_less():
     served = Served("tpot=100ms")
     for number in range(4):
         served.add(f"decoding {number}", 10 + number, max_tokens=200)
@@ -37,7 +37,8 @@ def test_a_prompt_beside_decodes_gets_what_their_tpot_leaves_and_not_a_token_les
         *decodes, chunk = plan.scheduled
         assert [one.num_scheduled_tokens for one in decodes] == [1] * 4
         assert seconds <= limit_s
-        longer = StepShape.chunk(chunk.num_scheduled_tokens + 1, chunk.num_computed_tokens)
+        # A chunk ends on a block border: the next one is a block further.
+        longer = StepShape.chunk(chunk.num_scheduled_tokens + 16, chunk.num_computed_tokens)
         shorter = StepShape.chunk(chunk.num_scheduled_tokens, chunk.num_computed_tokens)
         assert seconds + COST.step_s(longer) - COST.step_s(shorter) > limit_s
 
@@ -76,7 +77,7 @@ def test_as_many_are_admitted_as_keep_the_promise_until_their_end():
         times.append(seconds if had_decodes else 0.0)
     assert max(times) <= 0.08 / UNKNOWN_SPREAD
     # One more would not have done: their last steps together, beside the smallest chunk.
-    reserve_s = COST.step_s(StepShape.chunk(LEAST_CHUNK)) - COST.fixed_s
+    reserve_s = COST.step_s(StepShape.chunk(8) + StepShape.chunk(8)) - COST.fixed_s
     assert COST.step_s(StepShape.decode(most_running + 1, 160)) + reserve_s > 0.08 / UNKNOWN_SPREAD
     assert most_running > 5
 
