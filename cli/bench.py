@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+_INTERRUPTED = 130  # as a shell has it: 128 and the number of SIGINT
 _ENDPOINTS = {"completions": ("/v1/completions",), "chat": ("/v1/chat/completions",)}
 
 
@@ -98,6 +99,7 @@ def bench(
 
     Latency counts from when a request was due, tokens are those of the server's usage, the warm-up is not counted.
 
+    Ctrl-C ends it and shows what was measured until then (exit code 130).
     Exit code with --slo: 0 it is kept (of a sweep: at the rate found), 1 it is not, 3 all is well in too few requests
     to say (100 for p99).
     """
@@ -120,7 +122,7 @@ def bench(
     with server_of(target, _words(threads, serve_options), loading="llmq bench") as url:
         name = model_name(url, model, api_key)
 
-        async def run() -> tuple["Target", list["Measurement"], float | None]:
+        async def run() -> tuple["Target", list["Measurement"], float | None, bool]:
             from llmq.profiles.load.client import LoadClient
             from llmq.profiles.load.target import COMMON_IDS, probe
 
@@ -132,14 +134,16 @@ def bench(
                 console.status(bench_output.target_line(url, found))
                 return found, *await _run(client, found, plan)
 
-        found, measurements, best_rate = asyncio.run(run())
+        found, measurements, best_rate, is_cut = asyncio.run(run())
+    if is_cut and not any(one.summary.num_answered for one in measurements):
+        raise KeyboardInterrupt
     if not any(one.summary.num_answered for one in measurements):
         raise FailedError(bench_output.nothing_answered(measurements[-1]))
     result = bench_output.Result(target, found, measurements, plan.sweep, best_rate, price_per_hour, utilization)
     bench_output.write_csv(result, csv_output)
     bench_output.write_page(result, html)
     bench_output.show(result, as_json=as_json)
-    raise typer.Exit(_exit_code(result))
+    raise typer.Exit(_INTERRUPTED if is_cut else _exit_code(result))
 
 
 def _exit_code(result: "Result") -> int:
@@ -150,8 +154,11 @@ def _exit_code(result: "Result") -> int:
     return {None: 0, Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.NOT_ENOUGH: 3}[result.shown.verdict]
 
 
-async def _run(client: "LoadClient", target: "Target", plan: "BenchPlan") -> tuple[list["Measurement"], float | None]:
-    """All measurements in the order in which they were made, and the highest rate that a sweep found."""
+async def _run(
+    client: "LoadClient", target: "Target", plan: "BenchPlan"
+) -> tuple[list["Measurement"], float | None, bool]:
+    """All measurements in the order in which they were made, the highest rate that a sweep found, and whether Ctrl-C
+    ended them: then the last is of what was answered until then."""
     import secrets
 
     from llmq.cli import bench_output
@@ -172,16 +179,30 @@ async def _run(client: "LoadClient", target: "Target", plan: "BenchPlan") -> tup
         return one
 
     if not plan.sweep:
-        await measured(None)
-        return measurements, None
+        return measurements, None, (await measured(None)).num_cut > 0
+
+    borne: list[float] = []
 
     async def bears(rate: float) -> bool:
         one = await measured(rate)
+        if one.num_cut:
+            raise _CutError
         console.status(bench_output.point_line(one))
-        return one.verdict is not Verdict.FAIL and not one.is_saturated
+        is_borne = one.verdict is not Verdict.FAIL and not one.is_saturated
+        if is_borne:
+            borne.append(rate)
+        return is_borne
 
-    best = await highest_rate(bears, start=plan.start_rate, most=plan.max_rate)
-    return measurements, best
+    try:
+        return measurements, await highest_rate(bears, start=plan.start_rate, most=plan.max_rate), False
+    except _CutError:
+        if not measurements[-1].measured:
+            measurements.pop()
+        return measurements, max(borne, default=None), True
+
+
+class _CutError(Exception):
+    """A sweep was interrupted in one of its rates."""
 
 
 def _counter(progress: Any, workload: Any) -> Callable[[Any], None]:

@@ -1,8 +1,9 @@
 """Runs a workload against a server: open loop (requests come when they are due) or closed loop (users who wait)."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from llmq.profiles.load.arrivals import Arrival
@@ -20,24 +21,25 @@ async def open_loop(
     *,
     path: str = "/v1/completions",
     on_done: OnDone | None = None,
-) -> list[RequestRecord]:
-    """Send each request at its time, however many are unanswered. Records are in the order of `arrivals`."""
+) -> list[RequestRecord | None]:
+    """Send each request at its time, however many are unanswered. Records are in the order of `arrivals`; None: this
+    was cancelled before it was answered."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
+    records: list[RequestRecord | None] = [None] * len(arrivals)
 
-    async def one_request(body: dict[str, Any], due_s: float) -> RequestRecord:
-        record = await client.request(path, body, scheduled_s=due_s)
+    async def one_request(number: int, body: dict[str, Any], due_s: float) -> None:
+        records[number] = await client.request(path, body, scheduled_s=due_s)
         if on_done is not None:
-            on_done(record)
-        return record
+            on_done(records[number])
 
-    tasks = []
-    for number, arrival in enumerate(arrivals):
-        due_s = start_s + arrival.time_s
-        body = make_body(number, arrival)  # ahead of time: making it must not delay it
-        await asyncio.sleep(due_s - loop.time())
-        tasks.append(asyncio.create_task(one_request(body, due_s)))
-    return await asyncio.gather(*tasks)
+    async with _until_cancelled() as tasks:
+        for number, arrival in enumerate(arrivals):
+            due_s = start_s + arrival.time_s
+            body = make_body(number, arrival)  # ahead of time: making it must not delay it
+            await asyncio.sleep(due_s - loop.time())
+            tasks.append(asyncio.create_task(one_request(number, body, due_s)))
+    return records
 
 
 async def closed_loop(
@@ -48,10 +50,10 @@ async def closed_loop(
     concurrency: int,
     path: str = "/v1/completions",
     on_done: OnDone | None = None,
-) -> list[RequestRecord]:
+) -> list[RequestRecord | None]:
     """`concurrency` users, each sending its next request when its last is answered: arrival times are not used.
 
-    A request is due when its user is free. Records are in the order of `arrivals`.
+    A request is due when its user is free. Records are in the order of `arrivals`; None: as in `open_loop`.
     """
     records: list[RequestRecord | None] = [None] * len(arrivals)
     waiting = iter(enumerate(arrivals))
@@ -62,8 +64,22 @@ async def closed_loop(
             if on_done is not None:
                 on_done(records[number])
 
-    await asyncio.gather(*(user() for _ in range(min(concurrency, len(arrivals)))))
+    async with _until_cancelled() as tasks:
+        tasks += [asyncio.create_task(user()) for _ in range(min(concurrency, len(arrivals)))]
     return records
+
+
+@contextlib.asynccontextmanager
+async def _until_cancelled() -> AsyncIterator[list[asyncio.Task]]:
+    """A list of tasks that have ended when the block has. Cancelled, they are ended too, and nothing is raised."""
+    tasks: list[asyncio.Task] = []
+    try:
+        yield tasks
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def random_prompt_ids(number: int | str, num_tokens: int, vocab_size: int, *, first_id: int = 0) -> list[int]:

@@ -1,7 +1,7 @@
 """One measured load: a workload sent to a target, and what of it counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmq.profiles.cost import dollars_per_million
@@ -57,13 +57,15 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Measurement:
-    """`records` and `arrivals` are in one order, the warm-up first."""
+    """`records` and `arrivals` are in one order, the warm-up first. `num_cut`: requests that an interruption left
+    without a record; the workload's lengths are of all."""
 
     workload: Workload
     arrivals: Sequence[Arrival]
     records: Sequence[RequestRecord]
     prefix_counters: PrefixCounters | None = None  # of /metrics, the warm-up included
     slo: Slo | None = None
+    num_cut: int = 0
 
     @property
     def measured(self) -> Sequence[RequestRecord]:
@@ -121,11 +123,20 @@ async def measure(
     slo: Slo | None = None,
     on_done: OnDone | None = None,
 ) -> Measurement:
-    """Send `workload` to `target`. `salt`: see `prompt_maker`; another for each measurement of one server."""
+    """Send `workload` to `target`. `salt`: see `prompt_maker`; another for each measurement of one server. Cancelled,
+    it returns what was answered until then."""
     arrivals = workload.pacing.arrivals(workload.lengths)
     make_body = target.make_body(prompt_maker(target.prompts, salt, workload.length_scale))
     before = PrefixCounters.parse(await client.get_text("/metrics"))
     records = await workload.pacing.run(client, arrivals, make_body, path=target.path, on_done=on_done)
+    done = [number for number, record in enumerate(records) if record is not None]
+    if len(done) < len(records):
+        warmup = sum(number < workload.num_warmup for number in done)
+        kept = [arrivals[number] for number in done]
+        cut = len(records) - len(done)
+        return Measurement(
+            replace(workload, num_warmup=warmup), kept, [records[number] for number in done], None, slo, cut
+        )
     after = PrefixCounters.parse(await client.get_text("/metrics"))
     counters = after.since(before) if before and after else None
     return Measurement(workload, arrivals, records, counters, slo)

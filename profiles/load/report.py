@@ -36,6 +36,7 @@ def as_dict(
         "num_warmup": one.workload.num_warmup,
         "num_requests": summary.num_requests,
         "num_answered": summary.num_answered,
+        "num_cut": one.num_cut,
         "errors": summary.errors,
         "error_examples": one.error_examples,
         "duration_s": summary.duration_s,
@@ -207,4 +208,23 @@ def _error_note(one: Measurement) -> str | None:
     return f"{errors} of {one.summary.num_requests} requests were not answered." if errors else None
 
 
-_RULES = (_saturation_note, _error_note, _steady_note, _length_note, _prompt_note, _lag_note, _itl_note, _tail_note)
+def _cut_note(one: Measurement) -> str | None:
+    if not one.num_cut:
+        return None
+    return (
+        f"Interrupted: {one.num_cut} of {len(one.records) + one.num_cut} requests were not answered by then and are "
+        "left out, the slow ones among them."
+    )
+
+
+_RULES = (
+    _cut_note,
+    _saturation_note,
+    _error_note,
+    _steady_note,
+    _length_note,
+    _prompt_note,
+    _lag_note,
+    _itl_note,
+    _tail_note,
+)

@@ -3,6 +3,9 @@
 import csv
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from html.parser import HTMLParser
@@ -313,3 +316,39 @@ def test_a_model_is_served_for_the_time_being(tiny_llama):
     assert found["num_answered"] == 4
     assert found["lengths"]["prompt_tokens"] == 20
     assert found["prompts"].startswith("random token ids")
+
+
+def interrupted(url: str, *args: str, after: int, server) -> tuple[int, str, str]:
+    """llmq bench as a program that gets Ctrl-C when the stub has been asked `after` times: (exit code, out, err)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmq", "bench", url, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(server.bodies) < after and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_ctrl_c_shows_what_was_measured_until_then(stub):
+    url = stub()
+    options = ("--rate", "20", "--requests", "1000", "--warmup", "2", "--output-tokens", "3", "--json")
+    code, out, err = interrupted(url, *options, after=20, server=stub.servers[0])
+    assert code == 130, err
+    assert "Traceback" not in err
+    found = json.loads(out)
+    assert 5 < found["num_answered"] < 100
+    assert found["num_answered"] + found["num_warmup"] + found["num_cut"] == 1002
+    assert found["latency_s"]["ttft"]["count"] == found["num_answered"]
+    assert any(note.startswith("Interrupted: ") for note in found["notes"])
+
+
+def test_ctrl_c_in_a_sweep_keeps_its_rates(stub):
+    url = stub()
+    options = ("--sweep", "--slo", "ttft=5s,tpot=1s@p50", "--rate", "80", "--duration", "0.5", "--warmup", "0")
+    code, out, err = interrupted(url, *options, "--output-tokens", "2", "--json", after=150, server=stub.servers[0])
+    assert code == 130, err
+    found = json.loads(out)
+    assert found["best_rate"] is not None
+    assert len(found["points"]) >= 1

@@ -221,6 +221,32 @@ def test_closed_loop_keeps_so_many_under_way():
     assert all(record.ttft_s == pytest.approx(TTFT_S) for record in records)
 
 
+@pytest.mark.parametrize("at_once", [None, 2])
+def test_cancelled_a_loop_keeps_what_was_answered(at_once):
+    """A request takes 1 s; after 2.2 s two of those at 0, 1 and 2 s are answered, or four of two users."""
+    arrivals = [Arrival(float(number), 1, 5) for number in range(6)]
+
+    async def cut(client):
+        def make_body(*_) -> dict:
+            return {"max_tokens": 5}
+
+        work = (
+            open_loop(client, arrivals, make_body)
+            if at_once is None
+            else closed_loop(client, arrivals, make_body, concurrency=at_once)
+        )
+        task = asyncio.create_task(work)
+        await asyncio.sleep(2.2)
+        task.cancel()
+        return await task, len(asyncio.all_tasks())
+
+    (records, num_tasks), _ = run(cut)
+    answered = 2 if at_once is None else 4
+    assert [record is not None for record in records] == [True] * answered + [False] * (6 - answered)
+    assert all(record.error is None for record in records[:answered])
+    assert num_tasks == 1
+
+
 def test_a_summary_keeps_errors_apart():
     modes = [None, None, "busy", "cut", None, "busy"]
     arrivals = [Arrival(0.5 * number, 1, 5) for number in range(6)]
