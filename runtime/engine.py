@@ -13,15 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
-from llmq.runtime.attention.base import AttentionBackend
-from llmq.runtime.attention.native import NativeAttention
-from llmq.runtime.attention.sdpa import SdpaAttention
-from llmq.runtime.attention.tiled import TiledAttention
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes
 from llmq.runtime.executor import Executor, InProcessExecutor
@@ -35,6 +30,8 @@ from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.pacer import Pacer
 from llmq.runtime.policy import SloPolicy, StepPolicy
+from llmq.runtime.programs.base import Program
+from llmq.runtime.programs.choice import make_program
 from llmq.runtime.queue_clock import QueueClock
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.grammar_mask import GrammarMask
@@ -150,7 +147,7 @@ class Engine:
         """
         if self.scheduler.kv.enable_prefix_caching or not isinstance(self.executor, InProcessExecutor):
             raise InputError("weights can be replaced in an engine in this process, without a prefix cache")
-        dense = self.executor.runner.model.dense_weights
+        dense = self.executor.runner.program.model.dense_weights
         if missing := [name for name in weights if name not in dense]:
             raise InputError(f"{missing[0]} is no linear in 16 bit that llmq's own decoder runs: it cannot be replaced")
         originals = {name: dense[name].clone() for name in weights}
@@ -244,8 +241,9 @@ def _build(config: EngineConfig) -> Engine:
         partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos),
         GrammarProcesses(config.model, architecture.vocab_size, eos),
     )
-    attention = _attention(config, architecture, store, TORCH_DTYPES[dtypes.dtype])
-    runner = ModelRunner(model, store, attention, Sampler(eos, grammar_mask), device)
+    group_size = architecture.num_attention_heads // architecture.num_kv_heads
+    program = make_program(model, store, TORCH_DTYPES[dtypes.dtype], group_size, config.batch_invariant)
+    runner = ModelRunner(program, store, Sampler(eos, grammar_mask), device)
     executor = InProcessExecutor(runner)
     slo_policy = pace = None
     if config.slo is not None:
@@ -263,34 +261,29 @@ def _build(config: EngineConfig) -> Engine:
         kv_cache_bytes=plan.kv_cache_bytes,
         weight_bytes=model.num_bytes,
         device=str(device),
-        fingerprint=_fingerprint(checkpoint, loader, runner, dtypes),
+        fingerprint=_fingerprint(checkpoint, loader, program, dtypes, device),
         pace=pace,
     )
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     return Engine(scheduler, executor, info, config, slo_policy=slo_policy)
 
 
-def _attention(
-    config: EngineConfig, architecture: ModelArchitecture, store: KVStore, dtype: torch.dtype
-) -> AttentionBackend:
-    if config.batch_invariant:
-        return TiledAttention(architecture.num_attention_heads // architecture.num_kv_heads)
-    return NativeAttention() if NativeAttention.runs(store, dtype) else SdpaAttention()
-
-
-def _fingerprint(checkpoint: Checkpoint, loader: ModelLoader, runner: ModelRunner, dtypes: Dtypes) -> dict[str, str]:
+def _fingerprint(
+    checkpoint: Checkpoint, loader: ModelLoader, program: Program, dtypes: Dtypes, device: torch.device
+) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
     tied = checkpoint.architecture.tie_word_embeddings
     return {
         "model_code": loader.implementation,
         "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
-        "linear_kernels": ", ".join(sorted(runner.model.kernels)),
-        "attention_kernel": runner.attention.name,
-        "rope": ", ".join(sorted(runner.model.rotations)),
+        "program": program.name,
+        "linear_kernels": ", ".join(sorted(program.model.kernels)),
+        "attention_kernel": program.attention_kernel,
+        "rope": ", ".join(sorted(program.model.rotations)),
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
         "head": f"{dtypes.dtype}{', tied' if tied else ''}",
-        "device": runner.device.type,
+        "device": device.type,
     }
 
 

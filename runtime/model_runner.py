@@ -1,4 +1,4 @@
-"""ModelRunner: owns weights, KVStore and device buffers, executes plans, and decides nothing."""
+"""ModelRunner: owns program, KVStore and device buffers, executes plans, and decides nothing."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs, RunnerRequest
 from llmq.runtime.faults import describe
 from llmq.runtime.kv_store import KVStore
-from llmq.runtime.models.loader import Model
+from llmq.runtime.programs.base import Program
 from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.sampling.logprobs import score_tokens
 from llmq.runtime.sampling.sampler import Sampler
@@ -28,14 +27,12 @@ LogitsObserver = Callable[[str, int, torch.Tensor], None]
 class ModelRunner:
     def __init__(
         self,
-        model: Model,
+        program: Program,
         store: KVStore,
-        attention: AttentionBackend,
         sampler: Sampler,
         device: torch.device,
     ) -> None:
-        self.model = model
-        self.attention = attention
+        self.program = program
         self.sampler = sampler
         self.device = device
         self.store = store
@@ -93,12 +90,12 @@ class ModelRunner:
 
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
         inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
-        hidden = self.model.forward(inputs, self.store, self.attention)
+        hidden = self.program.forward(inputs)
         ends = [inputs.query_start_loc[index + 1] - 1 for index, item in enumerate(items) if item.samples]
         if not ends:
             return hidden, [[] for _ in items]
         groups = [request.sampled_as() if item.samples else [] for item, request in zip(items, requests, strict=True)]
-        logits = self.model.logits(hidden[torch.tensor(ends, device=self.device)])
+        logits = self.program.logits(hidden[torch.tensor(ends, device=self.device)])
         counts = torch.tensor([len(group) for group in groups if group], device=self.device)
         rows = [request for group in groups for request in group]
         made = iter(self.sampler(logits.repeat_interleave(counts, dim=0), rows))
@@ -127,7 +124,7 @@ class ModelRunner:
                 rows += range(begin + first - start, begin + first - start + len(scored))
             begin += item.num_scheduled_tokens
         for tile in range(0, len(rows), LOGITS_TILE):
-            logits = self.model.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])
+            logits = self.program.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])
             offset = 0
             for index, of_item in itertools.groupby(owners[tile : tile + LOGITS_TILE]):
                 count, position = len(list(of_item)), positions[tile + offset]

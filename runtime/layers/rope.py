@@ -76,13 +76,13 @@ class RotaryEmbedding:
             1.0 / parameters.theta**exponent, parameters, max_positions
         )
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        # [max_positions, 1, rotary_dim / 2], to broadcast over heads
-        self._cos = (angles.cos() * attention_factor)[:, None].to(device)
-        self._sin = (angles.sin() * attention_factor)[:, None].to(device)
+        # cos and sin, float32 [max_positions, 1, rotary_dim / 2] each, to broadcast over heads
+        self.tables = tuple((made * attention_factor)[:, None].to(device) for made in (angles.cos(), angles.sin()))
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each position, [num_tokens, 1, rotary_dim / 2]: gathered once a step for all layers."""
-        return self._cos[positions], self._sin[positions]
+        cos, sin = self.tables
+        return cos[positions], sin[positions]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch):
     """forwards(engine): its model raises, after it wrote K and V, for any batch that holds BAD. Counts the calls."""
 
     def break_model(engine) -> list[int]:
-        model, sizes = engine.executor.runner.model, []
+        model, sizes = engine.executor.runner.program.model, []
         original = model.forward
 
         def forward(inputs, store, attention):
@@ -100,7 +100,7 @@ def test_prompt_scoring_that_fails_ends_its_request_only(tiny_llama, make_engine
 
 def test_nothing_to_choose_from_and_overflow_are_told(tiny_llama, make_engine, monkeypatch):
     engine = make_engine(tiny_llama())
-    model = engine.executor.runner.model
+    model = engine.executor.runner.program.model
     original = model.logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_an_overflow_spoils_nobody_beside_it_and_nobody_after_it(tiny_llama, mak
     good = [PROMPTS[0][:5], PROMPTS[1], PROMPTS[6]]
     expected = [one.token_ids for one in run_all(make_engine(folder, **changes), good, params)]
     engine = make_engine(folder, **changes)
-    model = engine.executor.runner.model
+    model = engine.executor.runner.program.model
     model.embedding = model.embedding.clone()
     model.embedding[BAD] = torch.nan
     bad = [[*prompt, BAD, 7] for prompt in PROMPTS[3:]]  # most of the first blocks of the pool

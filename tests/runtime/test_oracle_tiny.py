@@ -188,7 +188,7 @@ def test_the_scored_rows_of_a_step_go_through_the_head_together(tiny_llama, make
     starts = [len(prompt) - 1 - index for index, prompt in enumerate(given)]
     params = [greedy(0, prompt_logprobs=index, prompt_logprobs_start=start) for index, start in enumerate(starts)]
     engine = make_engine(folder)
-    model, sizes = engine.executor.runner.model, []
+    model, sizes = engine.executor.runner.program.model, []
     original = model.logits
 
     def logits(hidden):

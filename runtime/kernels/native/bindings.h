@@ -15,5 +15,6 @@ T* pointer(uintptr_t address) {
 
 void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
+void bind_program(nanobind::module_& module);
 
 }  // namespace llmq

@@ -34,4 +34,5 @@ NB_MODULE(_native, module) {
       "num_threads"_a);
   bind_linear(module);
   bind_attention(module);
+  bind_program(module);
 }

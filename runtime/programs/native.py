@@ -1,0 +1,40 @@
+"""A decoder lowered once to a list of native operations: a whole step is one call."""
+
+import torch
+from torch import Tensor
+
+from llmq.runtime.attention.native import NativeAttention
+from llmq.runtime.batch import BatchInputs
+from llmq.runtime.kv_store import KVStore
+from llmq.runtime.models.decoder import Decoder
+from llmq.runtime.programs.lowering import lower
+
+
+class NativeProgram:
+    name = "native"
+
+    def __init__(self, decoder: Decoder, store: KVStore) -> None:
+        """Raises NotLoweredError for a decoder with a part that has no native operation."""
+        self._lowered = lower(decoder, store)
+        self.model = decoder
+        self._attention = NativeAttention()
+        self.attention_kernel = self._attention.name
+
+    def forward(self, inputs: BatchInputs) -> Tensor:
+        prepared = [self._attention.prepare(metadata) for metadata in inputs.attention]
+        hidden = torch.empty(len(inputs.token_ids), self._lowered.hidden_size, dtype=torch.bfloat16)
+        self._lowered.program.run(
+            len(inputs.token_ids),
+            inputs.token_ids.data_ptr(),
+            inputs.positions.data_ptr(),
+            [
+                (one.plan, metadata.slots.block.data_ptr(), metadata.slots.offset.data_ptr())
+                for one, metadata in zip(prepared, inputs.attention, strict=True)
+            ],
+            self._lowered.result,
+            hidden.data_ptr(),
+        )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
