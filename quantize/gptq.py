@@ -46,23 +46,16 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.rounding import Grid, searched_grid
-from llmq.quantize.scale_fit import quadratic_form, refit_scales
+from llmq.quantize.hessian import BLOCK_COLUMNS, DAMPING, LARGEST_DEFAULT_DAMPING, Hessian, blocks_of
+from llmq.quantize.rounding import Grid, searched_grid, stored_scale
 
-DAMPING = 0.01  # of the Hessian's mean diagonal: the paper's, and the least that is taken
-_LARGEST_DEFAULT_DAMPING = 0.1
-# A failed Cholesky raises the damping by this factor, until it exceeds _MAX_DAMPING.
-_DAMPING_STEP = 10.0
-_MAX_DAMPING = 1.0
-# Columns between two updates of all that follow: the paper's lazy batches (section 3.3, step 2).
-BLOCK_COLUMNS = 128
-# Rounds of a sweep of coordinate descent and scales again, at the end: each further one costs as much as GPTQ itself.
+# Rounds of a sweep of coordinate descent and scales again, at the end.
 REFINEMENTS = 1
 # Numbers of a weight that are worked on at once, some rows after others: half a dozen copies of them are made.
 _MAX_NUMBERS = 2**22
 
 SETTINGS = {
-    "damping": f"in_features / (2 · tokens), within {DAMPING} and {_LARGEST_DEFAULT_DAMPING}",
+    "damping": f"in_features / (2 · tokens), within {DAMPING} and {LARGEST_DEFAULT_DAMPING}",
     "activation_order": "static groups",
     "grid": "searched, weighted with the Hessian's diagonal",
     "refinements": REFINEMENTS,
@@ -70,100 +63,8 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Hessian:
-    """H = E[x x^T], damped, and what GPTQ needs of it. At the inputs of a large model each of the two matrices takes
-    hundreds of megabytes: nothing here copies one.
-
-    The order decides only what is rounded when: groups keep their columns ("static groups"), and nothing of it is
-    stored.
-    """
-
-    matrix: Tensor  # [in, in], float32, as the weight's columns lie
-    feedback: Tensor  # U of H = U D U^T, [in, in], float32, its columns in the order in which GPTQ rounds them
-    order: Tensor  # [in], column at each place of that order: the largest diagonal first
-    dead: Tensor  # [in], bool: columns whose input is always zero
-    damping: float  # as a share of the mean diagonal
-    ridge: float  # the same, as it was added to the diagonal
-
-    def output_errors(self, delta: Tensor) -> Tensor:
-        """E|delta x|^2 of each row of a [out, in] difference, [out]: damping and dead columns left out."""
-        delta = delta.masked_fill(self.dead, 0)
-        return (row_errors(delta, self) - self.ridge * delta.square().sum(-1)).clamp_(min=0)
-
-
-def default_damping(in_features: int, num_tokens: int) -> float:
-    """Half the inputs for each token, within 0.01 (the paper's) and 0.1: what few tokens say of many inputs is partly
-    noise, and rounding fits it.
-
-    On 8192 tokens of SmolLM2-135M the error on other text, at 3 bits, was at a damping of 0.1 against one of 0.01: down
-    (1536 inputs) 13 and 7 % less in layers 1 and 16, gate and up (576) 3 and 4 % less, o 3 % more and 4 % less, q, k, v
-    5 and 4 % more, where a few inputs stand out and the mean diagonal is theirs.
-    """
-    return min(max(DAMPING, in_features / (2 * max(num_tokens, 1))), _LARGEST_DEFAULT_DAMPING)
-
-
-def factorize(
-    gram: Tensor, damping: float = DAMPING, in_activation_order: bool = True, *, owns_gram: bool = False
-) -> Hessian | None:
-    """Damp and factorize E[x x^T] ([in, in], float32). None: not even a damping of 1 makes it positive definite.
-
-    A dead column (zero diagonal) gets the mean diagonal of the others, and touches none of them. Where the Cholesky
-    fails in float32 it is tried in float64, and then with ten times the damping. owns_gram: it may be changed, and the
-    result hold it.
-    """
-    matrix = gram if owns_gram else gram.clone()
-    diagonal = matrix.diagonal().clone()
-    dead = diagonal <= 0
-    mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
-    diagonal = torch.where(dead, mean, diagonal)
-    order = torch.arange(len(matrix), device=matrix.device)
-    if in_activation_order:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    if not all(bool(torch.isfinite(rows).all()) for rows in matrix.split(BLOCK_COLUMNS)):
-        return None
-    while True:
-        ridge = damping * mean
-        matrix.diagonal().copy_(diagonal + ridge)
-        for dtype in (torch.float32, torch.float64):
-            if (feedback := _unit_upper(matrix, order, dtype)) is not None:
-                return Hessian(matrix, feedback, order, dead, damping, ridge)
-        if damping >= _MAX_DAMPING:
-            return None
-        damping = min(max(damping, 1e-6) * _DAMPING_STEP, _MAX_DAMPING)
-
-
-def _unit_upper(matrix: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """U of matrix = U D U^T, columns in `order`: the Cholesky factor of the matrix read backwards. float32."""
-    backwards = order.flip(0)
-    factor = torch.empty_like(matrix, dtype=dtype)
-    for start in range(0, len(order), BLOCK_COLUMNS):
-        rows = backwards[start : start + BLOCK_COLUMNS]
-        factor[start : start + len(rows)] = matrix[rows][:, backwards]
-    info = torch.empty((), dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(factor, out=(factor, info))
-    if int(info):
-        return None
-    _reverse_in_place(factor)
-    factor = factor.to(torch.float32)
-    factor /= factor.diagonal().clone()
-    return factor if all(bool(torch.isfinite(rows).all()) for rows in factor.split(BLOCK_COLUMNS)) else None
-
-
-def _reverse_in_place(matrix: Tensor) -> None:
-    """matrix[i, j] -> matrix[n - 1 - i, n - 1 - j], some rows at a time."""
-    n = len(matrix)
-    for start in range(0, n // 2, BLOCK_COLUMNS):
-        stop = min(start + BLOCK_COLUMNS, n // 2)
-        upper = matrix[start:stop].flip(0, 1)
-        matrix[start:stop] = matrix[n - stop : n - start].flip(0, 1)
-        matrix[n - stop : n - start] = upper
-    if n % 2:
-        matrix[n // 2] = matrix[n // 2].flip(0)
-
-
-@dataclass(frozen=True)
 class Rounded:
-    """q [out, in] on a grid."""
+    """q [out, in], int8, on a grid."""
 
     q: Tensor
     grid: Grid
@@ -189,94 +90,121 @@ def gptq(
     large one would widen the grid of its neighbours.
     """
     num_rows = max(1, _MAX_NUMBERS // weight.shape[1])
-    parts = [_gptq_rows(rows, hessian, scheme, scale_dtype, refinements) for rows in weight.split(num_rows)]
-    if len(parts) == 1:
-        return parts[0]
-    zeros = None if parts[0].grid.zero is None else torch.cat([part.grid.zero for part in parts])
-    return Rounded(
-        torch.cat([part.q for part in parts]), Grid(scheme, torch.cat([part.grid.scale for part in parts]), zeros)
-    )
+    importance = hessian.diagonal
+    parts = []
+    for rows in weight.split(num_rows):
+        rows = rows.masked_fill(hessian.dead, 0)
+        grid = searched_grid(rows, scheme, scale_dtype, importance)
+        parts.append(_round_rows(rows, hessian, grid, scale_dtype, refinements))
+    return Rounded(torch.cat([part.q for part in parts]), Grid.cat([part.grid for part in parts]))
 
 
-def _gptq_rows(
-    weight: Tensor, hessian: Hessian, scheme: WeightScheme, scale_dtype: torch.dtype, refinements: int
-) -> Rounded:
-    weight = weight.masked_fill(hessian.dead, 0)
-    grid = searched_grid(weight, scheme, scale_dtype, hessian.matrix.diagonal())
-    q = round_with_feedback(weight, hessian, grid)
-    for _ in range(refinements):
-        q = sweep(weight, hessian, grid, q)
-        grid = refit_scales(weight, hessian.matrix, grid, q, scale_dtype)
-    return Rounded(q, grid)
+def _round_rows(weight: Tensor, hessian: Hessian, grid: Grid, scale_dtype: torch.dtype, refinements: int) -> Rounded:
+    q, slack = round_with_feedback(weight, hessian, grid)
+    for number in range(refinements):
+        if number:
+            residual = hessian.times((weight - grid.values(q)).T.contiguous())
+        else:
+            # slack is U^T (W - W')^T: one triangular product is left of H (W - W')^T.
+            residual = hessian.as_they_lie(hessian.times_factors(slack))
+            del slack
+        q, grid = sweep(hessian, grid, q, residual, scale_dtype)
+    return Rounded(q.to(torch.int8), grid)
 
 
-def round_with_feedback(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
-    """GPTQ proper: q [out, in] of a weight whose grid is given. Blocks of columns, rows side by side."""
-    columns = _Columns(weight, grid, hessian.order)
-    target = columns.weight.clone()  # what is left to round: the weight and the errors that it takes up
-    q, error = torch.empty_like(target), torch.empty_like(target)
-    for start in range(0, len(target), BLOCK_COLUMNS):
-        stop = min(start + BLOCK_COLUMNS, len(target))
-        feedback = hessian.feedback[:stop, start:stop]
-        target[start:stop].addmm_(feedback[:start].T, error[:start])
-        for k in range(start, stop):
-            q[k] = columns.nearest(k, target[k])
-            error[k] = columns.weight[k] - columns.value(k, q[k])
-            target[k + 1 : stop].addr_(feedback[k, k + 1 - start :], error[k])
-    return columns.restore(q)
+def round_with_feedback(weight: Tensor, hessian: Hessian, grid: Grid) -> tuple[Tensor, Tensor]:
+    """GPTQ proper, on a grid that is given: q [out, in], and what each column still was off its target when it was
+    rounded, [in, out] in the order of rounding: with D, the error is the sum of D · that^2.
 
-
-def sweep(weight: Tensor, hessian: Hessian, grid: Grid, q: Tensor) -> Tensor:
-    """One pass of coordinate descent over all columns as they lie: q [out, in] -> q, its error no larger in any row.
-
-    With R = H (W - W')^T, the best value of column k given the rest is W'_k + R_k / H_kk.
+    Blocks of columns, rows side by side.
     """
-    matrix = hessian.matrix
-    columns = _Columns(weight, grid, torch.arange(len(matrix), device=matrix.device))
-    curvature = matrix.diagonal().tolist()
-    q = columns.reorder(q)
-    values = columns.value(slice(None), q)
-    residual = matrix @ (columns.weight - values)
-    for start in range(0, len(q), BLOCK_COLUMNS):
-        stop = min(start + BLOCK_COLUMNS, len(q))
-        block = matrix[start:stop, start:stop]
-        moved, local = torch.empty_like(q[start:stop]), residual[start:stop].clone()
-        for k in range(start, stop):
-            q[k] = columns.nearest(k, values[k] + local[k - start] / curvature[k])
-            new = columns.value(k, q[k])
-            moved[k - start] = new - values[k]
-            values[k] = new
-            local[k + 1 - start :].addr_(block[k - start, k + 1 - start :], moved[k - start], alpha=-1)
-        residual.addmm_(matrix[:, start:stop], moved, alpha=-1)
-    return columns.restore(q)
+    columns, original = _Columns(grid, hessian.order), weight.T[hessian.order]
+    target = original.clone()  # what is left to round: the weight and the errors that it takes up
+    q, error = torch.empty_like(target), torch.empty_like(target)
+    for block in blocks_of(target):
+        target[block].addmm_(hessian.packed[: block.start, block].T, error[: block.start])
+        feedback = hessian.packed[block, block]
+        for k in range(block.start, block.stop):
+            ahead = feedback[k - block.start, k - block.start + 1 :]
+            q[k] = columns.nearest(k, target[k])
+            value = columns.value(k, q[k])
+            torch.sub(original[k], value, out=error[k])
+            target[k + 1 : block.stop].addr_(ahead, error[k])
+            target[k] -= value
+    return hessian.as_they_lie(q).T.contiguous(), target
 
 
-def row_errors(delta: Tensor, hessian: Hessian) -> Tensor:
-    """delta H delta^T of each row of a [out, in] difference, [out]: what GPTQ makes small."""
-    return quadratic_form(delta, hessian.matrix)
+def sweep(hessian: Hessian, grid: Grid, q: Tensor, residual: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Grid]:
+    """One pass of coordinate descent, columns as they lie: q [out, in] and its grid -> the same, the error no larger in
+    any row.
+
+    residual: R = H (W - W')^T, [in, out]; it is worked on. The best value of column k given all others is
+    W'_k + R_k / H_kk. Behind the last column of a group its scale moves by u^T R / u^T H u, with u the group's
+    q - zero: the least error, for W' is linear in it. Groups of more than BLOCK_COLUMNS columns keep their scales.
+    """
+    group_size = q.shape[1] // grid.scale.shape[1]
+    columns = _Columns(grid, torch.arange(q.shape[1], device=q.device))
+    curvature = hessian.diagonal.tolist()
+    q = q.T.contiguous()
+    fits_scales = group_size <= BLOCK_COLUMNS
+    num_columns = BLOCK_COLUMNS // group_size * group_size if fits_scales else BLOCK_COLUMNS
+    for block in blocks_of(q, num_columns):
+        among = hessian.block(block)
+        local, moved = residual[block], torch.empty_like(residual[block])
+        for k in range(block.start, block.stop):
+            own = k - block.start
+            old = columns.value(k, q[k])
+            q[k] = columns.nearest(k, old + local[own] / curvature[k])
+            torch.sub(columns.value(k, q[k]), old, out=moved[own])
+            first = own - own % group_size if fits_scales else own + 1  # the columns whose residual is looked at again
+            local[first:].addr_(among[own, first:], moved[own], alpha=-1)
+            if fits_scales and (k + 1) % group_size == 0:
+                group = slice(first, own + 1)
+                units = columns.centred(slice(k + 1 - group_size, k + 1), q)
+                step = units * _fit_scale(columns, k, units, local[group], among[group, group], scale_dtype)
+                moved[group] += step
+                local.addmm_(among[:, group], step, alpha=-1)
+        residual[block.stop :].addmm_(hessian.packed[block.stop :, block], moved, alpha=-1)
+    return q.T.contiguous(), Grid(grid.scheme, columns.scale.T.contiguous(), grid.zero)
+
+
+def _fit_scale(
+    columns: "_Columns", k: int, units: Tensor, residual: Tensor, among: Tensor, scale_dtype: torch.dtype
+) -> Tensor:
+    """Give the group of column k its scale of least error, where one that `scale_dtype` holds is better; by how much it
+    moved, [out].
+    """
+    slope, curvature = (units * residual).sum(0), (units * (among @ units)).sum(0)
+    old = columns.scale[columns.group[k]].clone()
+    best = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
+    new = stored_scale(best, scale_dtype)
+    change = new - old
+    is_better = (best > 0) & torch.isfinite(new) & (change * (2 * slope - change * curvature) > 0)
+    columns.scale[columns.group[k]] = new = torch.where(is_better, new, old)
+    return new - old
 
 
 class _Columns:
-    """A weight's columns as rows, [in, out], in an order, each with its own scale and zero."""
+    """What the columns of a weight, in an order, are rounded on: each on its group's scales and zeros."""
 
-    def __init__(self, weight: Tensor, grid: Grid, order: Tensor) -> None:
-        self.order, self.bounds = order, grid.bounds
-        group = self.order // grid.grouped(weight).shape[-1]
-        self.weight = self.reorder(weight)
-        self.scale = grid.scale.T[group]
-        self.zero = None if grid.zero is None else grid.zero.T[group]
-
-    def reorder(self, matrix: Tensor) -> Tensor:
-        return matrix.T[self.order]
-
-    def restore(self, columns: Tensor) -> Tensor:
-        return torch.empty_like(columns).index_copy_(0, self.order, columns).T.contiguous()
+    def __init__(self, grid: Grid, order: Tensor) -> None:
+        self.bounds = grid.bounds
+        self.scale = grid.scale.T.clone(memory_format=torch.contiguous_format)  # [num_groups, out]
+        self.zero = None if grid.zero is None else grid.zero.T.contiguous()
+        self.group = (order // (len(order) // len(self.scale))).tolist()
 
     def nearest(self, k: int, values: Tensor) -> Tensor:
-        q = values / self.scale[k]
+        group = self.group[k]
+        q = values / self.scale[group]
         if self.zero is not None:
-            q += self.zero[k]
+            q += self.zero[group]
         return q.round_().clamp_(*self.bounds)
 
-    def value(self, k: int | slice, q: Tensor) -> Tensor:
-        return (q if self.zero is None else q - self.zero[k]) * self.scale[k]
+    def value(self, k: int, q: Tensor) -> Tensor:
+        group = self.group[k]
+        return (q if self.zero is None else q - self.zero[group]) * self.scale[group]
+
+    def centred(self, group: slice, q: Tensor) -> Tensor:
+        """q - zero of the columns of one group, [group_size, out]."""
+        q = q[group]
+        return q.clone() if self.zero is None else q - self.zero[self.group[group.start]]

@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.gptq import Rounded, default_damping, factorize, gptq
+from llmq.quantize.gptq import Rounded, gptq
+from llmq.quantize.hessian import Hessian, default_damping, factorize
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome
 from llmq.quantize.rounding import range_grid, saturated_share
+
+# Rows of a weight, evenly spread, that the reported output errors are measured on: all would take longer than rounding.
+MEASURED_ROWS = 256
 
 
 def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcome:
@@ -48,41 +52,64 @@ def _quantize_together(
     warnings: list[str],
 ) -> dict[str, LinearOutcome]:
     scheme, num_dead, num_tokens = work.schemes[names[0]], inputs.num_dead, inputs.num_tokens
-    weight = torch.cat([work.linear(name).weight for name in names])
+    weights = [work.linear(name).weight for name in names]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if damping is None:
         damping = default_damping(weight.shape[1], num_tokens)
     hessian = factorize(inputs.gram, damping, owns_gram=owns_gram) if num_tokens else None
     del inputs
-    nearest = range_grid(weight, scheme, work.dtype)
-    nearest = Rounded(nearest.nearest(weight), nearest)
     if hessian is None:
         reason = "its Hessian is not positive definite at any damping" if num_tokens else "no calibration token came"
         warnings.append(f"{', '.join(names)}: rounded to nearest, {reason}")
-        rounded, errors = nearest, None
+        rounded = _nearest(weight, scheme, work.dtype)
     else:
         if hessian.damping != damping:
             warnings.append(f"{', '.join(names)}: damping raised from {damping:g} to {hessian.damping:g}")
         rounded = gptq(weight, hessian, scheme, work.dtype)
-        errors = [hessian.output_errors(x) for x in (rounded.weight - weight, nearest.weight - weight, weight)]
     made, start = {}, 0
     for name in names:
         linear = work.linear(name)
         rows = slice(start, start := start + linear.out_features)
-        part, original = rounded.rows(rows), weight[rows]
-        linear.weight.copy_(part.weight)
-        ours, plain, energy = (None, None, None) if errors is None else (error[rows].sum() for error in errors)
+        part = rounded.rows(rows)
+        errors = {} if hessian is None else _output_errors(linear.weight, part, hessian, work.dtype)
         made[name] = LinearOutcome(
             weight=part.grid.store(part.q, work.dtype),
-            weight_error=_share((linear.weight - original).square().sum(), original.square().sum()),
-            output_error=_share(ours, energy),
-            rtn_output_error=_share(plain, energy),
-            saturated_share=saturated_share(original, part.grid),
+            saturated_share=saturated_share(linear.weight, part.grid),
+            weight_error=_replace(linear.weight, part),
             num_dead_inputs=num_dead,
             num_tokens=num_tokens,
             damping=None if hessian is None else hessian.damping,
+            **errors,
         )
     return made
 
 
-def _share(part: Tensor | None, whole: Tensor | None) -> float | None:
-    return None if part is None else float(part / whole.clamp(min=1e-30))
+def _nearest(weight: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> Rounded:
+    grid = range_grid(weight, scheme, dtype)
+    return Rounded(grid.nearest(weight), grid)
+
+
+def _output_errors(weight: Tensor, rounded: Rounded, hessian: Hessian, dtype: torch.dtype) -> dict[str, float]:
+    """E|W'x - Wx|^2 as shares of E|Wx|^2, ours and that of round to nearest, on some rows."""
+    rows = slice(0, None, -(-len(weight) // MEASURED_ROWS))
+    weight, rounded = weight[rows], rounded.rows(rows)
+    plain = _nearest(weight, rounded.grid.scheme, dtype)
+    deltas = torch.cat([rounded.weight - weight, plain.weight - weight, weight])
+    ours, nearest, energy = (errors.sum() for errors in hessian.output_errors(deltas).chunk(3))
+    return {"output_error": _share(ours, energy), "rtn_output_error": _share(nearest, energy)}
+
+
+def _replace(weight: Tensor, rounded: Rounded) -> float:
+    """Put W' in the place of W, some rows at a time: |W' - W|^2 / |W|^2."""
+    moved = energy = torch.zeros((), device=weight.device)
+    for start in range(0, len(weight), MEASURED_ROWS):
+        rows = slice(start, start + MEASURED_ROWS)
+        dense = rounded.rows(rows).weight
+        moved = moved + (dense - weight[rows]).square_().sum()
+        energy = energy + weight[rows].square().sum()
+        weight[rows] = dense
+    return _share(moved, energy)
+
+
+def _share(part: Tensor, whole: Tensor) -> float:
+    return float(part / whole.clamp(min=1e-30))

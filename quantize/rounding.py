@@ -3,6 +3,7 @@
 The scale is rounded to the dtype it is stored in before the weight is divided by it: storing it costs nothing more.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,12 @@ class Grid:
         """Of some rows of the weight."""
         return Grid(self.scheme, self.scale[rows], None if self.zero is None else self.zero[rows])
 
+    @classmethod
+    def cat(cls, grids: Sequence["Grid"]) -> "Grid":
+        """Of the rows of several weights, one after the other."""
+        zero = None if grids[0].zero is None else torch.cat([grid.zero for grid in grids])
+        return cls(grids[0].scheme, torch.cat([grid.scale for grid in grids]), zero)
+
     @property
     def bounds(self) -> tuple[int, int]:
         """The least and the largest q."""
@@ -64,7 +71,7 @@ class Grid:
     def with_scale(self, scale: Tensor, scale_dtype: torch.dtype) -> "Grid":
         """The same zeros under scales that are rounded to `scale_dtype`; where one would not be positive, the old."""
         usable = torch.isfinite(scale) & (scale > 0)
-        stored = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype).to(torch.float32)
+        stored = stored_scale(scale, scale_dtype)
         return Grid(self.scheme, torch.where(usable & torch.isfinite(stored), stored, self.scale), self.zero)
 
     def store(self, q: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
@@ -89,8 +96,7 @@ def range_grid(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, c
         scale = torch.maximum(high / q_max, low / q_min)
     else:
         scale = (high - low) / (q_max - q_min)
-    stored = scale.clamp(min=_smallest(scale_dtype)).to(scale_dtype).to(torch.float32)
-    scale = torch.where(scale == 0, 1.0, stored)
+    scale = torch.where(scale == 0, 1.0, stored_scale(scale, scale_dtype))
     zero = None if scheme.symmetric else torch.round(q_min - low / scale).clamp_(q_min, q_max)
     return Grid(scheme, scale, zero)
 
@@ -139,11 +145,11 @@ def quantize_weight(
 
 def saturated_share(weight: Tensor, grid: Grid) -> float:
     """The share of weights that lie more than half a step outside of the grid."""
-    groups = grid.grouped(weight) / grid.scale.unsqueeze(-1)
-    if grid.zero is not None:
-        groups += grid.zero.unsqueeze(-1)
+    groups, scale = grid.grouped(weight), grid.scale.unsqueeze(-1)
+    zero = 0.0 if grid.zero is None else grid.zero.unsqueeze(-1)
     q_min, q_max = grid.bounds
-    return float(((groups < q_min - 0.5) | (groups > q_max + 0.5)).to(torch.float32).mean())
+    low, high = (q_min - 0.5 - zero) * scale, (q_max + 0.5 - zero) * scale
+    return float(((groups < low) | (groups > high)).sum() / groups.numel())
 
 
 def _grouped(weight: Tensor, scheme: WeightScheme) -> Tensor:
@@ -155,5 +161,7 @@ def _bounds(scheme: WeightScheme) -> tuple[int, int]:
     return -half, half - 1
 
 
-def _smallest(scale_dtype: torch.dtype) -> float:
-    return _SMALLEST_SCALE.get(scale_dtype, torch.finfo(scale_dtype).tiny)
+def stored_scale(scale: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """The positive scales nearest to these that `scale_dtype` holds, float32; infinite beyond its range."""
+    smallest = _SMALLEST_SCALE.get(scale_dtype, torch.finfo(scale_dtype).tiny)
+    return scale.clamp(min=smallest).to(scale_dtype).to(torch.float32)

@@ -43,8 +43,3 @@ def _refit_rows(weight: Tensor, gram: Tensor, grid: Grid, q: Tensor, scale_dtype
     gain = (change * (2 * right - (normal @ change.unsqueeze(-1)).squeeze(-1))).sum(-1)
     better = (gain > 0) & (info == 0)
     return torch.where(better.unsqueeze(-1), new.scale, grid.scale)
-
-
-def quadratic_form(delta: Tensor, gram: Tensor) -> Tensor:
-    """delta gram delta^T of each row of a [out, in] difference, [out]."""
-    return ((delta @ gram) * delta).sum(-1)
