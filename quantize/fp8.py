@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmq.quantize.formats.packing import e4m3_to
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import WeightScheme
 
 E4M3_MAX = 448.0
 STEPS_OF_OCTAVE = 8
+# A float32 near this is a multiple of 2^-9.
+_ULP_OF_SUBNORMALS = 1.5 * 2.0**14
+# Numbers of a weight that are searched at once: half a dozen copies of them fit a core's cache.
+_MAX_NUMBERS = 2**16
 
 SETTINGS = {"scales": f"searched, {STEPS_OF_OCTAVE} an octave"}
 
@@ -26,7 +29,12 @@ def search_scale(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype)
     """The scales of least squared error of a [out, in] weight, float32 of `scheme.scale_shape`, as `scale_dtype` holds
     them. What has only zeros gets 1.
     """
-    weight = weight.to(torch.float32)
+    num_rows, _ = _cell_shape(scheme, weight.shape)
+    num_rows *= max(1, _MAX_NUMBERS // (num_rows * weight.shape[1]))
+    return torch.cat([_search_rows(rows.to(torch.float32), scheme, scale_dtype) for rows in weight.split(num_rows)])
+
+
+def _search_rows(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Tensor:
     largest = _cells(weight.abs(), scheme).amax((1, 3))
     best = best_error = None
     for step in range(STEPS_OF_OCTAVE):
@@ -34,12 +42,21 @@ def search_scale(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype)
         scale = scale.clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype).to(torch.float32)
         scale = torch.where(largest == 0, 1.0, scale)
         spread = _spread(scale, scheme, weight.shape)
-        delta = e4m3_to(to_e4m3(weight / spread), torch.float32) * spread - weight
-        error = _cells(delta.square_(), scheme).sum((1, 3))
+        error = _cells(_rounding_error(weight / spread).square_(), scheme).sum((1, 3)) * scale.square()
         better = torch.ones_like(error, dtype=torch.bool) if best is None else error < best_error
         best = scale if best is None else torch.where(better, scale, best)
         best_error = error if best_error is None else torch.where(better, error, best_error)
     return best
+
+
+def _rounding_error(x: Tensor) -> Tensor:
+    """What rounding numbers within ±448 to e4m3 changes, in a tenth of the time that casting takes: split at the fourth
+    significant bit (Dekker 1971), then rounded to a multiple of 2^-9, which only subnormals are not yet. Their second
+    rounding can turn a near tie to the other side, where the error is as large.
+    """
+    rounded = x * (2.0**20 + 1)
+    rounded.sub_(rounded - x)
+    return rounded.add_(_ULP_OF_SUBNORMALS).sub_(_ULP_OF_SUBNORMALS).sub_(x)
 
 
 def quantize_fp8(
@@ -78,7 +95,8 @@ def _cell_shape(scheme: WeightScheme, shape: torch.Size) -> tuple[int, int]:
 def _cells(matrix: Tensor, scheme: WeightScheme) -> Tensor:
     """[rows of scales, rows of a cell, columns of scales, columns of a cell]; what a cell lacks at an edge is zero."""
     rows, columns = _cell_shape(scheme, matrix.shape)
-    matrix = pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
+    missing = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    matrix = pad(matrix, (0, missing[1], 0, missing[0])) if any(missing) else matrix
     return matrix.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
 
 

@@ -5,7 +5,7 @@ import torch
 from layer_bench import ALL, LayerBench
 
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
-from llmq.quantize.fp8 import quantize_fp8, search_scale, static_input_scale
+from llmq.quantize.fp8 import _rounding_error, quantize_fp8, search_scale, static_input_scale, to_e4m3
 from llmq.quantize.fp8_layer import quantize_layer
 
 DYNAMIC = ActivationScheme("float")
@@ -46,6 +46,17 @@ def test_what_is_stored_is_each_number_under_the_scale_of_its_cell(scheme, shape
     assert stored.scale.dtype == torch.bfloat16
     assert tuple(stored.scale.shape) == scheme.scale_shape(shape)
     assert torch.equal(stored.dequantize(), naive(weight, scheme, stored.scale.float()))
+
+
+def test_the_error_that_is_searched_by_is_that_of_the_cast():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[torch.isfinite(numbers)].sort().values
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, ties, ties * (1 + 1e-6), ties * (1 - 1e-6), torch.linspace(-448, 448, 9999)])
+    made, expected = _rounding_error(x), to_e4m3(x).float() - x
+    is_normal = x.abs() >= 2.0**-6
+    assert torch.equal(made[is_normal], expected[is_normal])
+    assert torch.allclose(made.abs(), expected.abs(), atol=2.0**-13)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
