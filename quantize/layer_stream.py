@@ -15,7 +15,7 @@ from llmq.quantize.experts import UnfusedExperts, unfuse
 
 # Tokens that go through a layer at once: enough for the products to run at full speed, few enough that what lies
 # between them stays small.
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 1024
 # Lengths whose masks and rotary embeddings are kept: a mask is length * length.
 _KEPT_LENGTHS = 4
 
