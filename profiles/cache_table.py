@@ -171,12 +171,15 @@ _GEMMA_3_DEFAULTS = {
     "max_position_embeddings": 131_072,
 }
 
+_TIED = {"tie_word_embeddings": True}
+
 CACHE_ROWS: dict[str, CacheRow] = {
     **dict.fromkeys(_PLAIN, CacheRow()),
+    **dict.fromkeys(("gemma", "cohere"), CacheRow(defaults=_TIED)),
     "gemma3_text": CacheRow(defaults=_GEMMA_3_DEFAULTS),
     "olmo3": _windows(4),
     "gpt_oss": _windows(2, defaults={"torch_dtype": "bfloat16"}),
-    "cohere2": _windows(4),
+    "cohere2": _windows(4, defaults=_TIED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3"), _latent()),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _latent(indexed=True)),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _delta()),

@@ -290,13 +290,13 @@ def test_an_unknown_architecture_is_refused_never_guessed(folder):
 
 
 def test_what_transformers_runs_is_said_to_be_its(folder):
-    model = folder({**SMOLLM2, "model_type": "stablelm"})
+    model = folder({**SMOLLM2, "model_type": "bitnet"})
     assert "serve runs this model by transformers' own code, or refuses it" in text(model, "--weights", "1GiB")
     assert "own code" not in text(folder(SMOLLM2))
 
 
 def test_a_known_cache_does_not_make_the_weights_known(folder):
-    model = folder({**SMOLLM2, "model_type": "stablelm"})
+    model = folder({**SMOLLM2, "model_type": "bitnet"})
     assert budget(model, "--weights", "1GiB")["total"]["bytes_per_token"] == 23_040
     # Without a memory nobody asks for them.
     assert budget(model)["total"] | {"bytes_per_token": 23_040, "weight_bytes": None} == budget(model)["total"]

@@ -81,6 +81,18 @@ MLA = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+DELTA = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+SPARSE_DELTA = {**DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40}
+BIASED = {**SMALL, "attention_bias": True}
 DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
 
 
@@ -112,6 +124,45 @@ DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
         {"model_type": "olmoe", **SMALL, "num_experts": 8},
         {"model_type": "granitemoe", **SMALL, "num_local_experts": 8},
         {"model_type": "qwen2_moe", **SMALL, "num_experts": 8, "shared_expert_intermediate_size": 80},
+        {"model_type": "gemma", **SMALL, "head_dim": 32},
+        {"model_type": "helium", **SMALL, "head_dim": 16},
+        {"model_type": "ernie4_5", **SMALL, "head_dim": 16},
+        {"model_type": "cohere", **BIASED},
+        {"model_type": "cohere", **SMALL, "use_qk_norm": True},
+        {"model_type": "cohere2", **SMALL, "layer_types": ["full_attention"] * 3},
+        {"model_type": "glm", **SMALL, "head_dim": 16},
+        {"model_type": "glm", **BIASED, "head_dim": 16, "attention_bias": False},
+        {"model_type": "glm4", **BIASED, "head_dim": 16},
+        {"model_type": "arcee", **BIASED, "mlp_bias": True},
+        {"model_type": "nemotron", **BIASED, "mlp_bias": True},
+        {"model_type": "apertus", **BIASED},
+        {"model_type": "stablelm", **SMALL, "use_qkv_bias": True},
+        {"model_type": "olmo", **BIASED},
+        {"model_type": "phi", **SMALL},
+        {"model_type": "gpt_neox", **SMALL, "num_key_value_heads": 4},
+        {"model_type": "hunyuan_v1_dense", **BIASED, "head_dim": 16},
+        {"model_type": "phimoe", **BIASED, "num_local_experts": 8, "lm_head_bias": True},
+        {"model_type": "granitemoeshared", **SMALL, "num_local_experts": 8, "shared_intermediate_size": 40},
+        {
+            "model_type": "llama4_text",
+            **BIASED,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 72,
+            "head_dim": 16,
+        },
+        {
+            "model_type": "llama4_text",
+            **SMALL,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 72,
+            "head_dim": 16,
+        },
+        {"model_type": "qwen3_next", **SPARSE_DELTA},
+        {"model_type": "qwen3_5_text", **DELTA},
+        {"model_type": "qwen3_5_moe_text", **SPARSE_DELTA},
         {"model_type": "seed_oss", **SMALL, "head_dim": 32, "attention_bias": True, "attention_out_bias": False},
     ],
     ids=lambda config: config["model_type"],
@@ -132,6 +183,22 @@ def test_experts_in_layers_of_their_own_choice_are_not_guessed(changes):
     assert parameter_count({**config, "decoder_sparse_step": 1, "mlp_only_layers": []})
     with pytest.raises(UnknownWeightsError, match="--weights 40GiB"):
         parameter_count({**config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("extracted/mlc--gemma_2b", 2_506_172_416),
+        ("extracted/mlc--internlm2_5_7b", 7_737_708_544),
+        ("extracted/mlc--stablelm", 2_795_443_200),
+        ("extracted/mlc--stablelm-2-zephyr-1_6b", 1_644_515_328),
+        ("classdefault/CohereForAI--c4ai-command-r-v01", 34_980_831_232),
+        ("extracted/mlc--deepseek", 16_375_728_128),
+    ],
+)
+def test_parameters_as_the_model_cards_say(shared, model, parameters):
+    config = json.loads((shared / "data" / "configs" / f"{model}.json").read_text())
+    assert parameter_count(config) == parameters
 
 
 @pytest.mark.parametrize(
