@@ -302,7 +302,7 @@ def test_a_known_cache_does_not_make_the_weights_known(folder):
     assert budget(model)["total"] | {"bytes_per_token": 23_040, "weight_bytes": None} == budget(model)["total"]
     assert "What the weights take is not known" in text(model, "--explain", "--kv-cache-memory", "1GiB")
     for memory in (("--memory", "1GiB"), ("--gpu", "h100"), ("--weights", "fp8")):
-        with pytest.raises(InputError, match=r"'stablelm' .* --weights 40GiB"):
+        with pytest.raises(InputError, match=r"'bitnet' .* --weights 40GiB"):
             text(model, *memory)
 
 
