@@ -50,25 +50,26 @@ class QueueForecast:
             return []
         found = []
         line = _Line.of(self._policy, scheduler, waiting)
+        has_new = any(request.request_id not in known for request in waiting)
         to_come = scheduler.admission.mean_to_come(waiting)
         for request, remaining, copies in zip(waiting, to_come.remaining, to_come.copies, strict=True):
             name = request.request_id
             num_new = known.get(name)
-            is_new = num_new is None
-            if is_new:
-                num_new = request.num_tokens - scheduler.kv.get_computed_blocks(request).num_tokens
-            left_s = request.arrival_time_s + self._ttft_s - now_s
-            place = line.place(num_new)
+            if is_new := num_new is None:
+                num_new = request.num_tokens_to_compute - scheduler.kv.get_computed_blocks(request).num_tokens
+            next_s = line.next_s(num_new)
+            place = line.place(num_new) if has_new else _Place(0.0, next_s, next_s, next_s)
             prompt_s = place.first_s - place.start_s
-            expected_s = CAUTION * place.start_s + prompt_s if is_new else line.alone_s(num_new)
+            expected_s = CAUTION * place.start_s + prompt_s if is_new else next_s
             has_begun = request.num_output_tokens or request.num_preemptions
-            if expected_s > left_s and not has_begun:
-                ttft_s = now_s - request.arrival_time_s + place.first_s
+            waited_s = now_s - request.arrival_time_s
+            if waited_s + expected_s > self._ttft_s and not has_begun:
                 retry_after_s = place.start_s - max(0.0, self._ttft_s - prompt_s) / CAUTION
-                found.append(Late(request, ttft_s, prompt_s, max(0.0, retry_after_s)))
+                found.append(Late(request, waited_s + place.first_s, prompt_s, max(0.0, retry_after_s)))
                 continue
             self._to_compute[name] = num_new
-            line.take(place, int(remaining), int(copies))
+            if has_new:
+                line.take(place, int(remaining), int(copies))
         return found
 
 
@@ -106,17 +107,16 @@ class _Line:
             if left > 1:
                 line._free_s += left / chunk * step_s
             heapq.heappush(line._ends_s, (line._free_s if left > 1 else 0.0) + int(remaining) * step_s)
+        line._keep_the_last()
         return line
 
     def place(self, num_new: int) -> _Place:
         """Where a prompt of `num_new` tokens to compute would come."""
         while self._ends_s and self._ends_s[0] <= self._free_s:
             heapq.heappop(self._ends_s)
-        start_s, busy = self._free_s, len(self._ends_s)
-        if busy >= self._slots:
-            start_s = heapq.nsmallest(busy - self._slots + 1, self._ends_s)[-1]
-            busy = self._slots - 1
-        chunk, step_s = self._at(busy)
+        is_full = len(self._ends_s) >= self._slots
+        start_s = self._ends_s[0] if is_full else self._free_s
+        chunk, step_s = self._at(len(self._ends_s) - is_full)
         computed_s = start_s + num_new / chunk * step_s
         return _Place(start_s, computed_s, max(computed_s, start_s + step_s), step_s)
 
@@ -124,9 +124,15 @@ class _Line:
         self._free_s = place.computed_s
         for _ in range(num_sequences):
             heapq.heappush(self._ends_s, place.first_s + num_outputs * place.step_s)
+        self._keep_the_last()
 
-    def alone_s(self, num_new: int) -> float:
-        """Until the first token of whoever is next, if a slot and the step are its own now."""
+    def _keep_the_last(self) -> None:
+        """The next one waits for as many to end as there are too many, so the first that end give no slot."""
+        while len(self._ends_s) > self._slots:
+            heapq.heappop(self._ends_s)
+
+    def next_s(self, num_new: int) -> float:
+        """Until the first token of whoever is next, if a slot and the step's prompt tokens are its own now."""
         chunk, step_s = self._at(min(len(self._ends_s), self._slots - 1))
         return max(1.0, num_new / chunk) * step_s
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
 from llmq.profiles.load.arrivals import Arrival
+from llmq.profiles.step_cost import StepCost, StepShape
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import EngineRequest, RequestOutput
@@ -24,48 +23,18 @@ def one_group(block_tokens: int) -> KVCacheLayout:
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step: something fixed, the weights' bytes or the tokens' arithmetic, whichever takes longer, what
-    each sequence takes (a row of logits, a sample), and reading the context."""
+class GpuCost(StepCost):
+    """Products take as long as the weights' bytes or the tokens' arithmetic, whichever is longer. `fixed_s` is beside
+    them."""
 
-    fixed_s: float
-    weights_s: float
-    token_s: float
-    sequence_s: float
-    context_token_s: float
+    weights_s: float = 0.0
 
-    def step_s(self, plan: SchedulerOutput) -> float:
-        return self.step_of(*shape(plan))
-
-    def step_of(self, tokens: int, sequences: int, context: int) -> float:
-        products_s = max(self.weights_s, self.token_s * tokens)
-        return self.fixed_s + products_s + self.sequence_s * sequences + self.context_token_s * context
-
-    @classmethod
-    def fitted(cls, shapes: Sequence[tuple[int, int, int]], times_s: Sequence[float]) -> "StepCost":
-        """To steps that were measured, by least squares of the relative error, none below 0.
-
-        On a CPU products are bound by arithmetic from few tokens on: the weights' bytes are in what is fixed.
-        """
-        columns = np.array([[1, *shape] for shape in shapes], dtype=float) / np.array(times_s)[:, None]
-        kept = list(range(columns.shape[1]))
-        while True:
-            found = np.linalg.lstsq(columns[:, kept], np.ones(len(times_s)), rcond=None)[0]
-            if (found >= 0).all():
-                break
-            kept.pop(int(found.argmin()))
-        values = dict.fromkeys(range(columns.shape[1]), 0.0) | dict(zip(kept, map(float, found), strict=True))
-        return cls(values[0], 0.0, values[1], values[2], values[3])
-
-
-def shape(plan: SchedulerOutput) -> tuple[int, int, int]:
-    """(tokens, sequences, tokens of context) of a step."""
-    context = sum(item.num_computed_tokens + item.num_scheduled_tokens for item in plan.scheduled)
-    return plan.num_scheduled_tokens, len(plan.scheduled), context
+    def step_s(self, shape: StepShape) -> float:
+        return super().step_s(shape) + max(0.0, self.weights_s - self.token_s * shape.num_tokens)
 
 
 # An 8B model in bf16 on an H100 (16.1 GB at 3.35 TB/s; 16 GFLOP a token at half of 989 TFLOP/s; 128 KiB of KV a token).
-H100_8B = StepCost(fixed_s=0, weights_s=4.8e-3, token_s=32e-6, sequence_s=0, context_token_s=39e-9)
+H100_8B = GpuCost(fixed_s=0, weights_s=4.8e-3, token_s=32e-6, sequence_s=0, context_token_s=39e-9, pair_s=0)
 
 
 class SimulatedEngine:

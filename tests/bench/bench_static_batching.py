@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, replace
 import bench_report
 import numpy as np
 from bench_report import Report, ms, whole_numbers
-from bench_simulation import H100_8B, SimulatedEngine, StepCost, shape
+from bench_simulation import H100_8B, SimulatedEngine
 
 from llmq.profiles.load.arrivals import Arrival, read_trace
-from llmq.runtime.policy import StepPolicy
+from llmq.profiles.step_cost import StepCost, StepShape
+from llmq.runtime.policy import StepPolicy, step_shape
 
 NO_LIMIT = 1_000_000  # tokens a step: static batching computes all its prompts at once
 
@@ -75,7 +76,7 @@ def simulate(lengths: list[Arrival], policy: StepPolicy, capacity_tokens: int, c
     clock, now_s = Clock(), 0.0
     while engine.scheduler.has_requests:
         plan, outputs = engine.step()
-        now_s += cost.step_s(plan)
+        now_s += cost.step_s(step_shape(plan))
         clock.add(outputs, now_s)
     return clock.outcome(policy, now_s)
 
@@ -177,12 +178,12 @@ class RealEngine:
             EngineConfig(model=str(find_model(model)), threads=1, enable_prefix_caching=False)
         )
         self._lengths = lengths
-        self.shapes: list[tuple[int, int, int]] = []
+        self.shapes: list[StepShape] = []
         self.times_s: list[float] = []
         submit = self._engine.executor.submit
 
         def watched(plan):
-            self.shapes.append(shape(plan))
+            self.shapes.append(step_shape(plan))
             return submit(plan)
 
         self._engine.executor.submit = watched

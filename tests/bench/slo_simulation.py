@@ -1,7 +1,7 @@
 """The Engine under an SLO on a simulated machine, with a clock that its steps move: the same on every run."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from bench_simulation import EOS, H100_8B, OTHER, one_group
 from llmq.profiles.load.arrivals import Arrival
 from llmq.profiles.load.metrics import RequestRecord
 from llmq.profiles.slo import Slo
-from llmq.profiles.step_cost import StepCost, StepShape
+from llmq.profiles.step_cost import StepCost
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.engine import Engine
 from llmq.runtime.kv_manager import KVCacheManager
@@ -31,7 +31,7 @@ class Machine:
     """What is simulated: the true cost of a step, the noise on it, and a promise that suits it."""
 
     name: str
-    step_s: Callable[[StepShape], float]
+    cost: StepCost
     slo: Slo
     length_scale: float
     capacity_tokens: int
@@ -42,14 +42,14 @@ SMALL_CPU = StepCost(fixed_s=0.020, token_s=0.0009, sequence_s=0.003, context_to
 MACHINES = (
     Machine(
         "H100, 8B",
-        lambda one: H100_8B.step_of(one.num_tokens, one.num_sequences, one.context_tokens),
+        H100_8B,
         Slo.parse("ttft=2s,tpot=15ms@p99"),
         length_scale=1.0,
         capacity_tokens=400_000,
     ),
     Machine(
         "a CPU, 135M",
-        SMALL_CPU.step_s,
+        SMALL_CPU,
         Slo.parse("ttft=5s,tpot=120ms@p99"),
         length_scale=0.125,
         capacity_tokens=65_536,
@@ -70,7 +70,9 @@ class SimulatedExecutor:
     def submit(self, plan: SchedulerOutput) -> "Future[StepResult]":
         sigma = self._machine.noise
         if plan.scheduled:
-            self.now_s += self._machine.step_s(step_shape(plan)) * self._noise.lognormvariate(-(sigma**2) / 2, sigma)
+            self.now_s += self._machine.cost.step_s(step_shape(plan)) * self._noise.lognormvariate(
+                -(sigma**2) / 2, sigma
+            )
         future: Future[StepResult] = Future()
         future.set_result(StepResult(results={one.request_id: self._result(one) for one in plan.scheduled}))
         return future

@@ -1,7 +1,6 @@
 """Each script on so little that it takes a second (always), and as it is meant (`-m bench -s`)."""
 
 import json
-from dataclasses import asdict
 
 import bench_consumers
 import bench_contention
@@ -14,7 +13,6 @@ import bench_slo
 import bench_soak
 import bench_static_batching
 import pytest
-from bench_simulation import StepCost
 
 from llmq.evals.samples import Sample
 from llmq.profiles.slo import Slo
@@ -59,12 +57,7 @@ def test_continuous_batching_beats_static_below_each_limit():
     assert unlimited["ratio"] >= limited[-1]["ratio"]
 
 
-def test_a_steps_cost_is_fitted_to_measured_steps(tiny_llama):
-    cost = StepCost(fixed_s=0.05, weights_s=0.0, token_s=0.002, sequence_s=0.001, context_token_s=1e-5)
-    shapes = [(tokens, seqs, 40 * seqs**2) for tokens in (4, 9, 30, 200) for seqs in (1, 2, 4)]
-    times_s = [0.05 + 0.002 * t + 0.001 * s + 1e-5 * c for t, s, c in shapes]
-    found = StepCost.fitted(shapes, times_s)
-    assert asdict(found) == pytest.approx(asdict(cost))
+def test_a_steps_cost_is_fitted_to_the_engines_own_steps(tiny_llama):
     options = ["--requests", "20", "--batch-sizes", "4", "--budgets", "128", "--real-requests", "4"]
     real = ["--model", str(tiny_llama()), "--real-batch-sizes", "2", "--real-budgets", "16", "--real-scale", "0.03"]
     found = bench_static_batching.main([*options, *real])
