@@ -144,4 +144,6 @@ class _Line:
         if busy:
             left_s = self._policy.step_limit_s - cost.step_s(decodes)
             chunk = max(1, min(chunk, max(LEAST_CHUNK, cost.tokens_within(left_s, self._context // 2))))
+            # It ends on a block border, and where no other prompt has a slot nobody takes what that leaves.
+            chunk = max((chunk + 1) // 2, chunk - LEAST_CHUNK // 2)
         return chunk, cost.step_s(decodes + StepShape.chunk(chunk, self._context // 2))
