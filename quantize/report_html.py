@@ -104,6 +104,8 @@ def _summary(content: dict[str, Any]) -> list[tuple[str, str]]:
     if calibration := content["calibration"]:
         amount = f"{calibration['num_tokens']:,} tokens in {calibration['num_samples']} samples"
         rows.append(("calibrated on", f"{amount} of {calibration['source']}"))
+    if kv := content["recipe"].get("kv"):
+        rows.append(("KV-cache", f"{kv}, a static scale for K and one for V of each layer"))
     rows.append(("time", f"{content['duration_s']:.1f} s"))
     return rows
 
@@ -186,7 +188,7 @@ def _worst(linears: list[dict], field: str, most: int = 3) -> str:
 
 def _cell(column: _Column, value: Any) -> dict[str, Any]:
     if value is None:
-        return {"text": "", "style": "n" if column.is_number else "", "key": None}
+        return {"text": "", "style": "n" if column.is_number else column.kind, "key": None}
     shown = {
         "name": lambda v: v,
         "word": lambda v: "×".join(map(str, v)) if isinstance(v, list | tuple) else str(v),
@@ -195,7 +197,7 @@ def _cell(column: _Column, value: Any) -> dict[str, Any]:
         "share": lambda v: f"{v:.3%}",
         "number": lambda v: f"{v:.4g}",
     }[column.kind](value)
-    style = "name" if column.kind == "name" else ("n" if column.is_number else "")
+    style = "n" if column.is_number else column.kind
     return {"text": shown, "style": style, "key": value if column.is_number else None}
 
 

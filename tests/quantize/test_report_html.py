@@ -55,6 +55,12 @@ def test_the_page_is_whole_escaped_and_asks_nobody():
     assert "damping" not in re.search(r"<thead>.*?</thead>", page[page.index("linears") :], re.S).group()
 
 
+def test_scales_of_the_kv_cache_are_said():
+    page = render_report(report([linear(0, "mlp.up_proj", 0.02)], recipe={"method": "awq", "kv": "int8"}))
+    assert "int8, a static scale for K and one for V of each layer" in page
+    assert "KV-cache" not in render_report(report([linear(0, "mlp.up_proj", 0.02)]))
+
+
 def test_mixed_bits_get_a_plot_of_their_own():
     alike = [linear(0, "mlp.up_proj", 0.02), linear(1, "mlp.up_proj", 0.02)]
     assert "Bits by layer" not in render_report(report(alike))
