@@ -51,8 +51,12 @@ def plan(
     tasks: Annotated[str | None, typer.Option(help="Of --measure: lm-eval tasks, as llmq eval.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of --measure: first N items.")] = None,
     duration: Annotated[float | None, typer.Option(min=1, help="Of --measure: seconds of each load.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Of --measure: requests of each load, instead.")] = None,
     max_rate: Annotated[float | None, typer.Option(help="Of --measure: where a sweep ends.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of --measure: CPU threads.")] = None,
+    quantize_options: Annotated[
+        str | None, typer.Option(help='Of --measure, where it calibrates: "--samples 32 --seq-len 256".')
+    ] = None,
     work: Annotated[Path | None, typer.Option(help="Of --measure: where checkpoints and results are kept.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -72,7 +76,8 @@ def plan(
     wanted = Slo.parse(slo)
     measuring = Measuring(
         model=model, slo=slo, lengths=lengths, max_drop=max_drop, data=data, tasks=tasks, limit=limit,
-        duration=duration, max_rate=max_rate, threads=threads, work=work,
+        duration=duration, requests=requests, max_rate=max_rate, threads=threads,
+        quantize_options=quantize_options, work=work,
     )  # fmt: skip
     measuring.check(measure)
     _check(lengths, prompt_tokens, output_tokens, gpu_memory_utilization)
@@ -152,12 +157,16 @@ def _candidates(
     from llmq.profiles.kv_spec import KV_DTYPES
     from llmq.profiles.plan import candidates
     from llmq.profiles.weight_size import weight_size
+    from llmq.profiles.weight_storage import declared_storage
 
     if not devices:
         return []
-    is_quantized = read_quantization(path, config) is not None
-    if weights is None:
-        sizes = {"as stored": weight_size(path)} if is_quantized else {one: weight_size(path, one) for one in _FORMATS}
+    quantization = read_quantization(path, config)
+    if weights is None and quantization is not None:
+        storage = declared_storage(quantization)
+        sizes = {storage.name if storage else "as stored": weight_size(path)}
+    elif weights is None:
+        sizes = {one: weight_size(path, one) for one in _FORMATS}
     else:
         sizes = {one.strip(): weight_size(path, one.strip()) for one in weights.split(",")}
     kinds = [one.strip() for one in kv_dtype.split(",")]

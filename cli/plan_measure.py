@@ -22,6 +22,7 @@ _METHODS: dict[str, list[str] | None] = {
     "int8": ["--smoothquant"],
     "w4": ["--awq"],
 }
+_CALIBRATED = ("int8", "w4")
 _DECIDED = {0: "PASS", 1: "FAIL", 3: "NOT ENOUGH"}
 
 
@@ -59,16 +60,26 @@ class Measuring:
     tasks: str | None
     limit: int | None
     duration: float | None
+    requests: int | None
     max_rate: float | None
     threads: int | None
+    quantize_options: str | None
     work: Path | None
 
     def check(self, is_asked: bool) -> None:
         """Raises InputError for options without --measure, and for a drop that nothing is asked for."""
         own = {
-            "--max-drop": self.max_drop, "--data": self.data, "--tasks": self.tasks, "--limit": self.limit,
-            "--duration": self.duration, "--max-rate": self.max_rate, "--threads": self.threads, "--work": self.work,
-        }  # fmt: skip
+            "--max-drop": self.max_drop,
+            "--data": self.data,
+            "--tasks": self.tasks,
+            "--limit": self.limit,
+            "--duration": self.duration,
+            "--requests": self.requests,
+            "--max-rate": self.max_rate,
+            "--threads": self.threads,
+            "--quantize-options": self.quantize_options,
+            "--work": self.work,
+        }
         given = [flag for flag, value in own.items() if value is not None]
         if given and not is_asked:
             raise InputError(f"{given[0]} is of what is measured: give --measure with it")
@@ -117,14 +128,19 @@ class Measuring:
     def _measure(self, row: Row, lengths: "Lengths") -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         method = _METHODS[row.weights]
-        if method is not None and not (Path(row.model) / "config.json").exists():
-            self._llmq(row, "quantize", self.model, *method, "--no-proof", "-o", row.model)
-        elif method is not None:
-            row.commands.append(shlex.join(["llmq", "quantize", self.model, *method, "--no-proof", "-o", row.model]))
+        if method is not None:
+            words = ["quantize", self.model, *method, *self._calibration(row.weights), "--no-proof", "-o", row.model]
+            if (Path(row.model) / "config.json").exists():
+                row.commands.append(shlex.join(["llmq", *words]))
+            else:
+                self._llmq(row, *words)
         if method is not None and not self._is_ours(row):
             raise FailedError(f"{row.model} is there and not made of {self.model}: another --work, or remove it")
         self._load(row, lengths)
         self._prove(row, is_original=method is None)
+
+    def _calibration(self, weights: str) -> list[str]:
+        return shlex.split(self.quantize_options or "") if weights in _CALIBRATED else []
 
     def _is_ours(self, row: Row) -> bool:
         from llmq.profiles.checkpoint import find_model
@@ -140,6 +156,7 @@ class Measuring:
         flags = ["--trace", str(self.lengths)] if self.lengths else _fixed(lengths)
         flags += [] if self.threads is None else ["--threads", str(self.threads)]
         flags += [] if self.duration is None else ["--duration", f"{self.duration:g}"]
+        flags += [] if self.requests is None else ["--requests", str(self.requests)]
         flags += [] if self.max_rate is None else ["--max-rate", f"{self.max_rate:g}"]
         code, found = self._llmq(row, "bench", row.model, "--sweep", "--slo", self.slo, *flags, reads_json=True)
         row.best_rate = found["best_rate"]
@@ -182,7 +199,7 @@ class Measuring:
         if not rows:
             return
         console.heading(f"Measured on this machine, {self.slo}")
-        columns = ["weights", ">size", ">requests/s", ">tokens/s", ">TTFT ms", ">TPOT ms", "SLO", ">quality", "drop"]
+        columns = ["weights", ">size", ">requests/s", ">tokens/s", ">p99 TTFT", ">p99 TPOT", "SLO", ">quality", "drop"]
         console.print_table(None, columns, [_cells(row) for row in rows])
 
 
@@ -191,9 +208,11 @@ def _fixed(lengths: "Lengths") -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
+    from llmq.cli.bench_output import ms
+
     def p99(name: str) -> str:
         found = row.bench and row.bench["latency_s"][name]
-        return f"{found['p99'] * 1000:,.0f}" if found else ""
+        return ms(found["p99"]) if found else ""
 
     return [
         row.weights,
@@ -220,7 +239,7 @@ def _quality(row: Row) -> str:
 
 def _print_recommendation(best: Row | None, rows: list[Row], is_open: bool) -> None:
     if is_open:
-        console.heading("Not decided: too few requests for the SLO's share (--duration) or too few items (--data).")
+        console.heading("Not decided: too few requests for the SLO's share (--requests) or too few items (--data).")
         return
     if best is None:
         console.heading("None of them keeps the SLO and the drop: a lower load, a looser SLO, or another machine.")

@@ -203,7 +203,7 @@ _RATES = {"fp8": "fp8_tflops", "int8": "int8_tflops"}
 
 def machine_of(device: Device, weights: str | None) -> Machine | None:
     """The device as a machine that runs such weights; None where devices.toml has no rates of it."""
-    wanted = _RATES.get((weights or "").lower(), "bf16_tflops")
+    wanted = _RATES.get((weights or "").lower().partition(" ")[0], "bf16_tflops")  # "fp8 in blocks" too
     field = next((name for name in (wanted, "bf16_tflops", "fp16_tflops") if getattr(device, name)), None)
     if field is None or not device.bandwidth_bytes_per_s:
         return None

@@ -69,6 +69,14 @@ def test_a_table_for_people(llama_8b):
     assert asked(llama_8b, "--slo", "tpot=1ms", "--gpu", "l40s")[0] == 1
 
 
+def test_a_quantized_checkpoint_is_planned_as_it_is_stored(llama_8b):
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
+    (llama_8b / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": fp8}))
+    ways = json.loads(asked(llama_8b, "--slo", "tpot=30ms", "--gpu", "h100", "--tp", "1", "--json")[1])["candidates"]
+    assert {way["weights"] for way in ways} == {"fp8 in blocks"}
+    assert 8e9 < ways[0]["weight_bytes"] < 9.5e9
+
+
 def test_a_price_of_ones_own(llama_8b):
     def dollars(*args) -> float:
         found = json.loads(asked(llama_8b, "--slo", "tpot=30ms", "--gpu", "h100", "--tp", "1", "--json", *args)[1])
