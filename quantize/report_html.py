@@ -12,7 +12,8 @@ from llmq.quantize.report_plots import heat_map, paired_bars
 REPORT_PAGE = "quantization_report.html"
 
 _OUTPUT_ERROR = (
-    "The error of each linear's output on the calibration tokens, as a share of its energy: E|W'x - Wx|² / E|Wx|²."
+    "The error of each linear's output on the calibration tokens, as a share of its energy: E|W'x - Wx|² / E|Wx|² "
+    "(by GPTQ over at most 256 of its rows, evenly spread)."
 )
 _WEIGHT_ERROR = "The error of each linear's weight, as a share of its energy: |W' - W|² / |W|²."
 
