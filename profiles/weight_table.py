@@ -6,6 +6,7 @@ from typing import Literal
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.layer_patterns import ONE, Config, Field, field
 from llmq.profiles.linear_shape import Experts, LinearShape, UnknownWeightsError
+from llmq.profiles.weight_nemotron import NemotronHRow
 
 _NO = Field((), 0)
 _HIDDEN_EXPERT = field("moe_intermediate_size")
@@ -195,10 +196,11 @@ _BIAS = field("bias", default=False)
 _QK = field("use_qk_norm", default=False)
 
 # Multi-token-prediction layers, which no engine needs to serve, are not counted.
-WEIGHT_ROWS = {
+WEIGHT_ROWS: dict[str, WeightRow | NemotronHRow] = {
     "deepseek_v2": WeightRow(**_DEEPSEEK),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite"), WeightRow(**_DEEPSEEK, router_bias=True)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), WeightRow(**_DEEPSEEK, router_bias=True, indexer=True)),
+    "nemotron_h": NemotronHRow(),
     "glm4_moe": WeightRow(
         qkv_bias=_ATTENTION_BIAS,
         dense=field("first_k_dense_replace", default=1),

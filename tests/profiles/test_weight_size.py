@@ -92,6 +92,20 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 SPARSE_DELTA = {**DELTA, "num_experts": 8, "shared_expert_intermediate_size": 40}
+MAMBA = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 10,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 56,
+    "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+}
 BIASED = {**SMALL, "attention_bias": True}
 DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
 
@@ -160,6 +174,13 @@ DSA = {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8}
             "intermediate_size_mlp": 72,
             "head_dim": 16,
         },
+        {"model_type": "nemotron_h", **MAMBA},
+        {
+            "model_type": "nemotron_h",
+            **MAMBA,
+            "moe_latent_size": 24,
+            "layers_block_type": ["mlp", "moe", "mamba", "attention"],
+        },
         {"model_type": "qwen3_next", **SPARSE_DELTA},
         {"model_type": "qwen3_5_text", **DELTA},
         {"model_type": "qwen3_5_moe_text", **SPARSE_DELTA},
@@ -208,6 +229,8 @@ def test_parameters_as_the_model_cards_say(shared, model, parameters):
         ("deepseek-ai--DeepSeek-V2-Lite", 16),
         ("moonshotai--Kimi-K2-Instruct", 1026),
         ("ByteDance-Seed--Seed-OSS-36B", 36),
+        ("nvidia--Nemotron-H-56B-Base-8K", 56),
+        ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 32),
     ],
 )
 def test_published_sizes_of_what_only_the_planner_counts(shared, model, billions):
