@@ -66,8 +66,10 @@ class Measuring:
     quantize_options: str | None
     work: Path | None
 
-    def check(self, is_asked: bool) -> None:
-        """Raises InputError for options without --measure, and for a drop that nothing is asked for."""
+    def check(self, is_asked: bool, weights: str | None) -> None:
+        """Raises InputError for options without --measure, formats that it does not make, and a drop of nothing."""
+        if is_asked:
+            self._formats(weights)
         own = {
             "--max-drop": self.max_drop,
             "--data": self.data,

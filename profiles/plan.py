@@ -26,6 +26,10 @@ class Outlook(Enum):
     FAIL = "FAIL"  # nothing of it
     NO_ROOM = "NO ROOM"  # weights and one request do not fit
 
+    @property
+    def exit_code(self) -> int:
+        return {Outlook.PASS: 0, Outlook.MAYBE: 3}.get(self, 1)
+
 
 @dataclass(frozen=True)
 class Lengths:

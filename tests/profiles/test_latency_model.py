@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,9 +94,7 @@ def fitting():
     path = Path(__file__).parent.parent / "bench" / "fit_latency_model.py"
     spec = importlib.util.spec_from_file_location("fit_latency_model", path)
     module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module  # where dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
