@@ -120,7 +120,7 @@ def kv_budget(
             num_seqs=max_num_seqs,
             calibrate=calibrate,
         )
-        found = question.answer(architecture, config, _weights(path, weights, dtypes, are_needed=True).num_bytes)
+        found = question.answer(architecture, config, _weights(path, weights, dtypes, are_needed=True))
         (print_engine_json if as_json else print_engine_budget)(model, question, found)
         raise typer.Exit(found.fit.exit_code)
     layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmq.profiles.engine_budget import EngineBudget, Interval
     from llmq.profiles.engine_overheads import Overhead
     from llmq.profiles.vllm_version import VllmVersion
+    from llmq.profiles.weight_size import WeightSize
 
 _KV_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8}
 
@@ -33,8 +34,10 @@ class EngineQuestion:
     num_seqs: int | None  # max_num_seqs
     calibrate: str | None
 
-    def answer(self, architecture: "ModelArchitecture", config: dict[str, Any], weight_bytes: int) -> "EngineBudget":
-        """`weight_bytes`: of all ranks. Raises InputError for what the engine does not do, or another's log."""
+    def answer(
+        self, architecture: "ModelArchitecture", config: dict[str, Any], weights: "WeightSize"
+    ) -> "EngineBudget":
+        """`weights`: of all ranks. Raises InputError for what the engine does not do, or another's log."""
         from llmq.profiles.engine_budget import EngineBudget
         from llmq.profiles.engine_overheads import StepShape, overheads
         from llmq.profiles.vllm_log import VllmLog, calibrated
@@ -54,7 +57,9 @@ class EngineQuestion:
             num_tokens = num_tokens or version.batched_tokens(memory_bytes, self.memory_name, max_model_len)
             num_seqs = num_seqs or version.num_seqs(memory_bytes, self.memory_name)
             step = StepShape(num_tokens, num_seqs, self.ranks)
-            return overheads(architecture, config, version, -(-weight_bytes // self.ranks), step), step
+            return overheads(
+                architecture, config, version, -(-weights.num_bytes // self.ranks), step, weights.how
+            ), step
 
         found, step = rows(self.max_model_len, self.num_tokens, self.num_seqs)
         utilization = self.utilization or version.utilization

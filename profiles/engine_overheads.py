@@ -81,13 +81,14 @@ def overheads(
     version: VllmVersion,
     weight_bytes: int,
     step: StepShape,
+    how: str = "by config.json",
 ) -> tuple[Overhead, ...]:
-    """All rows of one rank. `weight_bytes`: of one rank, from config.json or headers."""
+    """All rows of one rank. `weight_bytes`: of one rank, known as `how` says."""
     return (
         _DRIVER,
         Overhead(
             *("weights", weight_bytes, weight_bytes, weight_bytes * (1 + _WEIGHTS_OFF)),
-            *(Evidence.EXACT, "from shapes, and up to 0.3 % for what each rank has whole"),
+            *(Evidence.EXACT, f"{how}, and up to 0.3 % for what each rank has whole"),
         ),
         *_padding(config, weight_bytes),
         _rotary_table(architecture, config),
