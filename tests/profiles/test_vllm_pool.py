@@ -53,6 +53,7 @@ def pool_of(shared, point: dict) -> VllmPool:
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
 def test_tokens_of_a_logged_pool_within_1_2_percent(shared, points, name):
+    """Six logged GiB and tokens apart; the GiB of the others were noted by their tokens: shapes alone are checked."""
     point = points[name]
     pool = pool_of(shared, point)
     tokens = pool.logged_tokens(pool.num_blocks(point["kv_gib"] * GIB), point.get("max_model_len", 4096))
