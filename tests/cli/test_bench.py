@@ -346,8 +346,8 @@ def test_ctrl_c_shows_what_was_measured_until_then(stub):
 
 def test_ctrl_c_in_a_sweep_keeps_its_rates(stub):
     url = stub()
-    options = ("--sweep", "--slo", "ttft=5s,tpot=1s@p50", "--rate", "80", "--duration", "0.5", "--warmup", "0")
-    code, out, err = interrupted(url, *options, "--output-tokens", "2", "--json", after=150, server=stub.servers[0])
+    options = ("--sweep", "--slo", "ttft=5s,tpot=1s@p50", "--rate", "10", "--requests", "20", "--warmup", "0")
+    code, out, err = interrupted(url, *options, "--output-tokens", "2", "--json", after=45, server=stub.servers[0])
     assert code == 130, err
     found = json.loads(out)
     assert found["best_rate"] is not None
