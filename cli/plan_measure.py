@@ -201,7 +201,18 @@ class Measuring:
         if not rows:
             return
         console.heading(f"Measured on this machine, {self.slo}")
-        columns = ["weights", ">size", ">requests/s", ">tokens/s", ">p99 TTFT", ">p99 TPOT", "SLO", ">quality", "drop"]
+        columns = [
+            "weights",
+            ">size",
+            ">requests/s",
+            ">tokens/s",
+            ">p99 TTFT",
+            ">p99 TPOT",
+            "SLO",
+            ">scores",
+            ">KL",
+            "drop",
+        ]
         console.print_table(None, columns, [_cells(row) for row in rows])
 
 
@@ -224,19 +235,19 @@ def _cells(row: Row) -> list[str]:
         p99("ttft"),
         p99("tpot"),
         row.speed,
-        _quality(row),
+        *_changes(row),
         row.quality,
     ]
 
 
-def _quality(row: Row) -> str:
-    """What was found of it: the drop of its scores, or the divergence of its next tokens."""
+def _changes(row: Row) -> list[str]:
+    """How the scores changed, and how far next tokens diverge from the original's, in nats."""
     found = row.evaluation or {}
-    if "comparison" in found:
-        return f"{-found['comparison']['overall']['drop']:+.1%}"
-    if "text" in found:
-        return f"KL {found['text']['divergence']['mean_kl']:.4f}"
-    return ""
+    scores, text = found.get("comparison"), found.get("text")
+    return [
+        f"{-scores['overall']['drop']:+.1%}" if scores else "",
+        f"{text['divergence']['mean_kl']:.4f}" if text else "",
+    ]
 
 
 def _print_recommendation(best: Row | None, rows: list[Row], is_open: bool) -> None:

@@ -184,6 +184,16 @@ def test_the_fastest_that_keeps_slo_and_drop_is_recommended_with_its_commands(ti
     assert found["candidates"] == []  # no --gpu
 
 
+def test_a_table_of_what_was_measured(tiny, tmp_path, verbs):
+    (tmp_path / "own.jsonl").touch()
+    flags = ("--data", tmp_path / "own.jsonl", "--max-drop", "1%", "--work", tmp_path / "work")
+    code, shown = asked(tiny, "--measure", "--weights", "bf16,w4,fp8", "--slo", "tpot=100ms", *flags)
+    assert code == 0
+    for words in ("the original", "-8.0%", "-0.4%", "Recommended: fp8, 150.0 tokens/s within the SLO, 1.50 times"):
+        assert words in shown
+    assert f"llmq serve {tmp_path / 'work' / 'tiny-fp8'}" in shown
+
+
 def test_what_was_made_by_an_earlier_run_is_taken_again(tiny, tmp_path, verbs):
     _, calls = verbs
     measured(tiny, tmp_path)
