@@ -35,6 +35,7 @@ def batch(
     max_num_seqs: options.MaxNumSeqs = 128,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 1024,
     device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
     threads: options.Threads = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
@@ -56,6 +57,7 @@ def batch(
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
+        kernels=kernels,
         max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
         max_num_seqs=max_num_seqs,

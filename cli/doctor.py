@@ -44,7 +44,7 @@ def doctor(
 
     Exit code 1 where something keeps llmq from working; what is merely absent is no problem.
     """
-    findings = [*_system(), _memory(), *_gpus(), _torch(), *_extras(), _cache(), _hub()]
+    findings = [*_system(), _memory(), *_gpus(), _torch(), _kernels(), *_extras(), _cache(), _hub()]
     problems = [finding for finding in findings if finding.state == "problem"]
     if as_json:
         console.print_json({"findings": [asdict(finding) for finding in findings], "num_problems": len(problems)})
@@ -127,6 +127,21 @@ def _torch() -> Finding:
         lack = "there is a GPU, and torch does not see it: install a CUDA build of torch that the driver supports."
         return Finding("torch", "problem", found, lack)
     return Finding("torch", "ok", found)
+
+
+def _kernels() -> Finding:
+    from llmq.runtime.kernels import native, why_absent
+
+    if native is not None:
+        return Finding("CPU kernels", "ok", f"native, compiled for {native.isa()}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        lack = f"they are for x86-64, and this is {platform.machine()}: the runtime computes with torch."
+    else:
+        lack = (
+            f"the runtime computes with torch, slower: {why_absent}. Where a C++ compiler is installed (GCC 12, Clang "
+            "15), pip builds them with llmq: pip install --force-reinstall --no-deps llmq-toolkit (or -e .)"
+        )
+    return Finding("CPU kernels", "absent", "torch's own", lack)
 
 
 def _extras() -> list[Finding]:

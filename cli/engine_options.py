@@ -21,6 +21,7 @@ MaxModelLen = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests in one batch.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Kernels = Annotated[str, typer.Option(help="Of a CPU: auto, torch, native.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
 ServedModelName = Annotated[
     str | None, typer.Option(help="What requests call the model. Default: the folder's name, or the id as given.")
@@ -28,7 +29,14 @@ ServedModelName = Annotated[
 
 
 def engine_config(
-    *, dtype: str, kv_dtype: str, device: str, max_model_len: str, kv_cache_memory: str | None, **others: Any
+    *,
+    dtype: str,
+    kv_dtype: str,
+    device: str,
+    kernels: str,
+    max_model_len: str,
+    kv_cache_memory: str | None,
+    **others: Any,
 ) -> "EngineConfig":
     """For a model that is not there yet (`model` is empty): a mistyped word is refused before anything is downloaded.
 
@@ -38,11 +46,13 @@ def engine_config(
     from llmq.runtime.dtypes import parse_dtype
 
     check_device(device)
+    check_kernels(kernels)
     return EngineConfig(
         model="",
         dtype=parse_dtype("--dtype", dtype),
         kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
         device=device,
+        kernels=kernels,
         max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         **others,
@@ -52,3 +62,8 @@ def engine_config(
 def check_device(device: str) -> None:
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
+
+
+def check_kernels(kernels: str) -> None:
+    if kernels not in ("auto", "torch", "native"):
+        raise InputError(f"--kernels {kernels}: one of auto, torch, native")

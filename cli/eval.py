@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmq.cli import console
-from llmq.cli.engine_options import check_device
+from llmq.cli.engine_options import check_device, check_kernels
 from llmq.cli.eval_tables import print_comparison, print_text_evaluation
 from llmq.cli.eval_tasks import (
     TaskOptions,
@@ -63,6 +63,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), bf16, fp16 or fp32.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, int8, fp8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="Of a CPU: auto, torch or native.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
     tokenizer: Annotated[
@@ -80,7 +81,7 @@ def evaluate(
     llmq eval compare A B: the same verdict from two saved results (-o), baseline first.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    numerics = _numerics(dtype, kv_dtype, device, threads, batch_invariant)
+    numerics = _numerics(dtype, kv_dtype, device, kernels, threads, batch_invariant)
     remote = is_url(model)
     if remote:
         _check_served(model, tasks or data, ppl, numerics)
@@ -223,16 +224,19 @@ def _check_served(url: str, items: object, ppl: str | None, numerics: "Numerics"
     if ppl or not items:
         raise InputError(f"{url} is asked by --tasks or --data; perplexity of a text is had of a folder")
     if numerics != Numerics():
-        raise InputError(f"{url} computes as it was started: leave --dtype, --kv-dtype, --device, --threads, … away")
+        raise InputError(f"{url} computes as it was started: leave --dtype, --kv-dtype, --device, --kernels, … away")
 
 
-def _numerics(dtype: str, kv_dtype: str, device: str, threads: int | None, batch_invariant: bool) -> "Numerics":
+def _numerics(
+    dtype: str, kv_dtype: str, device: str, kernels: str, threads: int | None, batch_invariant: bool
+) -> "Numerics":
     from llmq.evals.numerics import Numerics
     from llmq.runtime.dtypes import parse_dtype
 
     check_device(device)
+    check_kernels(kernels)
     return Numerics(
-        parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, threads, batch_invariant
+        parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, kernels, threads, batch_invariant
     )
 
 

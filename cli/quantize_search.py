@@ -83,7 +83,8 @@ class Search:
         window = min(WINDOW, source.architecture.max_position_embeddings)
         # In 16 bit the rounding of activations drowns what a single linear does.
         fits = 3 * source.total_bytes < available_memory_bytes()
-        numerics = Numerics(dtype="fp32" if fits else "auto", device=self.device)
+        # Other numbers are put into the weights that torch multiplies with.
+        numerics = Numerics(dtype="fp32" if fits else "auto", device=self.device, kernels="torch")
         subject = Subject.open(source.path, numerics, max_model_len=window, max_num_seqs=1, enable_prefix_caching=False)
         token_ids = subject.tokenizer.encode(builtin_text("heldout")[-60_000:], add_special_tokens=False)
         return WeightDamage(subject.engine, token_ids, window=window, num_windows=NUM_WINDOWS)

@@ -46,6 +46,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
     threads: options.Threads = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
     batch_invariant: Annotated[
@@ -134,6 +135,7 @@ def serve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
+        kernels=kernels,
         max_model_len=max_model_len,
         kv_cache_memory=kv_cache_memory,
         max_num_seqs=max_num_seqs,

@@ -10,5 +10,6 @@ class Numerics:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     device: str = "auto"
+    kernels: str = "auto"
     threads: int | None = None
     batch_invariant: bool = False

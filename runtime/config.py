@@ -14,6 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the checkpoint's own
     kv_dtype: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8", "int4"] = "auto"  # auto: see `numerics`
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kernels: Literal["auto", "torch", "native"] = "auto"  # auto: native on a CPU where they are, see `dtypes`
     block_tokens: int = 16
     max_model_len: int | None = None  # None: the model's own context, or what the KV-cache holds if that is less
     max_num_seqs: int = 64

@@ -1,10 +1,11 @@
-"""What "auto" means for a checkpoint: dtypes decided in one place, before anything is loaded. No torch."""
+"""What "auto" means for a checkpoint on a machine: decided in one place, before anything is loaded. No torch."""
 
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import EngineConfig
+from llmq.runtime.kernels import native, why_absent
 
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -46,6 +47,21 @@ class Dtypes:
             )
         kv_dtype = asked if engine.kv_dtype == "auto" else engine.kv_dtype
         return cls(dtype, kv_dtype, bool(scheme) and asked == kv_dtype and not scheme.get("dynamic"))
+
+
+def runs_native(asked: str, dtype: str, device: str) -> bool:
+    """Whether an engine uses kernels of our own: where it is not asked for, on a CPU that they are built for.
+
+    asked: `--kernels`; device: "cpu" or "cuda". Raises InputError where `native` cannot be honoured.
+    """
+    if asked == "native":
+        if device != "cpu":
+            raise InputError(f"--kernels native: they are for CPUs, and --device is {device}")
+        if native is None:
+            raise InputError(f"--kernels native: {why_absent}; --kernels torch runs everywhere")
+        if dtype == "fp16":
+            raise InputError("--kernels native: they compute in bf16 (and attend in fp32), and --dtype is fp16")
+    return asked != "torch" and device == "cpu" and native is not None
 
 
 def _kv_dtype_of(scheme: dict[str, Any] | str) -> str | None:

@@ -18,10 +18,11 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes
+from llmq.runtime.dtypes import Dtypes, runs_native
 from llmq.runtime.executor import Executor, InProcessExecutor
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.grammar_process import GrammarProcesses
+from llmq.runtime.kernels import native
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.kv_store import KVStore
@@ -214,8 +215,11 @@ def _build(config: EngineConfig) -> Engine:
             raise InputError(f"--threads {config.threads}: this process may use {usable_cores()} cores; at most {most}")
         torch.set_num_threads(config.threads)
     dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
+    is_native = runs_native(config.kernels, dtypes.dtype, device.type)
+    if is_native:
+        native.set_num_threads(config.threads or usable_cores())
     loader = make_loader(  # refuses what it cannot run, reads no weight
-        checkpoint, TORCH_DTYPES[dtypes.dtype], device, config.batch_invariant
+        checkpoint, TORCH_DTYPES[dtypes.dtype], device, config.batch_invariant, is_native
     )
     if config.kv_cache_memory_bytes is not None or device.type == "cpu":
         spare = available_memory_bytes() - checkpoint.held_bytes(dtypes.float_bytes)
@@ -242,7 +246,7 @@ def _build(config: EngineConfig) -> Engine:
         GrammarProcesses(config.model, architecture.vocab_size, eos),
     )
     group_size = architecture.num_attention_heads // architecture.num_kv_heads
-    program = make_program(model, store, TORCH_DTYPES[dtypes.dtype], group_size, config.batch_invariant)
+    program = make_program(model, store, TORCH_DTYPES[dtypes.dtype], group_size, config.batch_invariant, is_native)
     runner = ModelRunner(program, store, Sampler(eos, grammar_mask), device)
     executor = InProcessExecutor(runner)
     slo_policy = pace = None

@@ -15,6 +15,7 @@ from llmq.quantize.formats.base import CheckpointFormat
 from llmq.quantize.formats.registry import format_of
 from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
+from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
 from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
@@ -60,11 +61,13 @@ class DecoderLoader:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
+        native: bool = False,
     ) -> None:
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
         self.family = family
         self.architecture = checkpoint.architecture
-        self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
+        self.dtype, self.device = dtype, device
+        self.batch_invariant, self.native = batch_invariant, native
         self.tensors = TensorReader(checkpoint)
         self.quantization: CheckpointFormat | None = None
         if checkpoint.quantization:
@@ -84,7 +87,8 @@ class DecoderLoader:
     def load(self, max_model_len: int) -> Decoder:
         embedding = self._dense("model.embed_tokens.weight")
         if self.architecture.tie_word_embeddings:
-            head = self._as_run(DenseLinear(embedding, None))  # the same storage: held once
+            # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
+            head = self._as_run(make_linear([embedding], [None], self.dtype, self.native))
         else:
             head = self._linear("lm_head")
         ropes = self._ropes(max_model_len)
@@ -195,13 +199,14 @@ class DecoderLoader:
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
         biases = [self._dense(f"{name}.bias") if has_bias else None for name in names]
-        linear = make_linear(weights, biases, self.dtype)
+        linear = make_linear(weights, biases, self.dtype, self.native)
         if isinstance(linear, DenseLinear):
             self.dense_weights.update(zip(names, linear.weight.split([len(weight) for weight in weights]), strict=True))
         return self._as_run(linear)
 
     def _as_run(self, linear: Linear) -> Linear:
-        return FixedRowsLinear(linear) if self.batch_invariant else linear
+        needs_it = self.batch_invariant and not isinstance(linear, NativeLinear)
+        return FixedRowsLinear(linear) if needs_it else linear
 
     def _weight(self, name: str) -> Weight:
         scheme = self.quantization.scheme_for(name) if self.quantization else None

@@ -9,6 +9,7 @@ from torch import Tensor
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to
 from llmq.quantize.formats.stacked import stack_rows
 from llmq.runtime.layers.dense_product import dense_product
+from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.layers.packed_int4 import PackedInt4Linear
 from llmq.runtime.layers.plane_linear import PlaneLinear
 from llmq.runtime.layers.rounded_input import round_input, rounded
@@ -130,18 +131,33 @@ class FixedRowsLinear:
         return torch.cat([self.inner(rows) for rows in padded.split(self.ROWS)])[:num_rows]
 
 
-Linear = FixedRowsLinear | DenseLinear | WeightOnlyLinear | PackedInt4Linear | QuantizedActivationLinear | SplitLinear
+Linear = (
+    FixedRowsLinear
+    | DenseLinear
+    | NativeLinear
+    | WeightOnlyLinear
+    | PackedInt4Linear
+    | QuantizedActivationLinear
+    | SplitLinear
+)
 
 
-def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype) -> Linear:
-    """One linear for siblings that read the same input (q/k/v, gate/up), their outputs one after the other."""
+def make_linear(
+    weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype, native: bool = False
+) -> Linear:
+    """One linear for siblings that read the same input (q/k/v, gate/up), their outputs one after the other.
+
+    native: by our own kernels, where they run such a weight."""
     bias = None if biases[0] is None else torch.cat(list(biases)).to(dtype)
     if all(isinstance(weight, Tensor) for weight in weights):
-        return DenseLinear(torch.cat([weight.to(dtype) for weight in weights]), bias)
+        dense = weights[0].to(dtype) if len(weights) == 1 else torch.cat([weight.to(dtype) for weight in weights])
+        return NativeLinear(dense, bias) if native and NativeLinear.runs(dense, dtype) else DenseLinear(dense, bias)
     are_packed = all(isinstance(weight, QuantizedWeight) for weight in weights)
     merged = stack_rows(weights) if are_packed else None
     if merged is None:
-        return SplitLinear([make_linear([w], [b], dtype) for w, b in zip(weights, biases, strict=True)])
+        return SplitLinear([make_linear([w], [b], dtype, native) for w, b in zip(weights, biases, strict=True)])
+    if native and NativeLinear.runs(merged, dtype):
+        return NativeLinear(merged, bias)
     if merged.scheme.activation is not None:
         rounds = QuantizedActivationLinear if QuantizedActivationLinear.runs(merged) else RoundedInputLinear
         return rounds(merged, bias, dtype)

@@ -42,12 +42,16 @@ class ModelLoader(Protocol):
 
 
 def make_loader(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    native: bool = False,
 ) -> ModelLoader:
     """The loader of a checkpoint. Raises InputError, before any weight is read, for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
-        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant)
+        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native)
     if batch_invariant:
         raise InputError(
             f"--batch-invariant: model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, "

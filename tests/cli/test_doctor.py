@@ -1,10 +1,12 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from llmq.cli import doctor
 from llmq.profiles import hub, machine
+from llmq.runtime import kernels
 
 GiB = 2**30
 
@@ -38,6 +40,17 @@ def test_every_lack_is_told_in_words():
     for finding in report().values():
         assert finding["name"] in done.stdout
         assert finding["lack"] in done.stdout
+
+
+def test_which_kernels_a_cpu_runs_is_told(monkeypatch):
+    monkeypatch.setattr(kernels, "native", SimpleNamespace(isa=lambda: "avx512_bf16"))
+    assert report()["CPU kernels"]["found"] == "native, compiled for avx512_bf16"
+    monkeypatch.setattr(kernels, "native", None)
+    monkeypatch.setattr(kernels, "why_absent", "not built when llmq was installed")
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    assert "not built when llmq was installed" in report()["CPU kernels"]["lack"]
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
+    assert "for x86-64, and this is arm64" in report()["CPU kernels"]["lack"]
 
 
 def test_little_memory_is_a_problem(monkeypatch):

@@ -16,6 +16,7 @@ from llmq.profiles.errors import InputError
         (["--dtype", "int3"], "--dtype int3: one of auto, bf16"),
         (["--kv-dtype", "int3"], "--kv-dtype int3: one of auto, bf16"),
         (["--device", "tpu"], "--device tpu: one of auto, cpu, cuda"),
+        (["--kernels", "blas"], "--kernels blas: one of auto, torch, native"),
         (["--max-model-len", "long"], "'long' is no number of tokens"),
         (["--kv-cache-memory", "64M"], "'64M' is no size"),
     ],

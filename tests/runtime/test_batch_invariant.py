@@ -1,6 +1,7 @@
 """--batch-invariant: the same bits alone, in company, in chunks, from the cache and after preemption, in any dtype."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from llmq.profiles.errors import InputError
 from llmq.runtime.attention.reference import ReferenceAttention
 from llmq.runtime.attention.tiled import TiledAttention
+from llmq.runtime.kernels import native, why_absent
 from llmq.runtime.sampling_params import SamplingParams
 
 
@@ -61,9 +63,16 @@ def test_without_it_bits_do_change(tiny_llama, make_engine):
     """Else the test above would prove nothing."""
     given_prompts = prompts(10)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=3)
-    folder = tiny_llama()
-    alone = bits(run_all(make_engine(folder, dtype="bf16", max_num_seqs=1), given_prompts, params))
-    assert bits(run_all(make_engine(folder, dtype="bf16"), given_prompts, params)) != alone
+    make = partial(make_engine, tiny_llama(), dtype="bf16", kernels="torch")
+    alone = bits(run_all(make(max_num_seqs=1), given_prompts, params))
+    assert bits(run_all(make(), given_prompts, params)) != alone
+
+
+def test_our_own_kernels_need_no_fixed_rows(tiny_llama, make_engine):
+    if native is None:
+        pytest.skip(f"no native kernels here: {why_absent}")
+    fingerprint = make_engine(tiny_llama(), dtype="bf16", batch_invariant=True).info.fingerprint
+    assert fingerprint["linear_kernels"] == f"native bf16, {native.isa()}"
 
 
 def test_the_fingerprint_says_so(tiny_llama, make_engine):

@@ -3,8 +3,9 @@
 import pytest
 
 from llmq.profiles.errors import InputError
+from llmq.runtime import dtypes as dtypes_module
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes
+from llmq.runtime.dtypes import Dtypes, runs_native
 
 
 def dtypes(scheme, kv_dtype="auto"):
@@ -49,3 +50,27 @@ def test_what_is_not_run_is_refused_by_name_unless_overruled(changes, named):
 def test_a_scheme_that_is_only_a_word_is_refused():
     with pytest.raises(InputError, match="'static'"):
         dtypes("static")
+
+
+@pytest.mark.parametrize("asked", ["auto", "native"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_native_kernels_are_used_where_they_are(monkeypatch, asked, dtype):
+    monkeypatch.setattr(dtypes_module, "native", object())
+    assert runs_native(asked, dtype, "cpu")
+    assert not runs_native("torch", dtype, "cpu")
+
+
+def test_native_kernels_that_cannot_be_are_refused_only_where_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(dtypes_module, "native", None)
+    monkeypatch.setattr(dtypes_module, "why_absent", "this CPU has no AVX2")
+    assert not runs_native("auto", "bf16", "cpu")
+    assert not runs_native("auto", "bf16", "cuda")
+    for dtype, device, reason in [
+        ("bf16", "cpu", "this CPU has no AVX2"),
+        ("bf16", "cuda", "--device is cuda"),
+    ]:
+        with pytest.raises(InputError, match=reason):
+            runs_native("native", dtype, device)
+    monkeypatch.setattr(dtypes_module, "native", object())
+    with pytest.raises(InputError, match="--dtype is fp16"):
+        runs_native("native", "fp16", "cpu")

@@ -10,4 +10,7 @@ build="$root/build/native"
 export PATH="$(dirname "$python"):$PATH"
 cmake -S "$root/runtime/kernels/native" -B "$build" -G Ninja -DPython_EXECUTABLE="$python" --log-level=WARNING
 cmake --build "$build"
-cp "$build"/_native.*.so "$root/runtime/kernels/"
+for module in "$build"/_native.*.so; do
+  # Another process may be running the former one: it keeps its file.
+  cp "$module" "$root/runtime/kernels/.new" && mv "$root/runtime/kernels/.new" "$root/runtime/kernels/$(basename "$module")"
+done
