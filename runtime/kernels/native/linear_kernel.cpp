@@ -31,7 +31,8 @@ LLMQ_INLINE float max(float a, float b) { return a > b ? a : b; }
 constexpr int kFewRows = 4;
 constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
 constexpr int64_t kRowsOfTask = 96;  // that share it
-constexpr int64_t kPrefetchBytes = 1024;
+// Lines are fetched while those of the blocks before are worked on, or where these are long a little ahead of their own.
+constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchAhead = 2048;
 
 constexpr int64_t line_bytes(Numbers numbers) {  // of 8 inputs and kLane outputs
   return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int8 ? 128 : 64;
@@ -255,12 +256,14 @@ template <>
 struct KindOf<ExactInput> {
   using Weight = Pair;
   using Sum = Floats;
+  static constexpr int kTileRows = kExactTileRows;
   static constexpr int64_t kWeightBytes = kPairBytes;
 };
 template <>
 struct KindOf<RoundedInput> {
   using Weight = Ints;
   using Sum = Ints;
+  static constexpr int kTileRows = kRoundedTileRows;
   static constexpr int64_t kWeightBytes = 64;
 };
 
@@ -296,6 +299,9 @@ struct Sink {
   }
 };
 
+// From a line to that which is wanted when the blocks at hand are done.
+LLMQ_INLINE int64_t prefetch_distance(int64_t bytes) { return bytes > kPrefetchMost ? kPrefetchAhead : bytes; }
+
 // ---- Few rows
 
 template <Numbers kNumbers, int kRows, int kBlocks, class Input>
@@ -307,6 +313,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
   const int64_t block_bytes = w.block_bytes(), groups = w.num_groups();
   const int64_t steps = w.padded_in() / 8, steps_of_group = kNumbers == Numbers::bf16 ? steps : w.group_size / 8;
   const bool has_corrections = w.zeros || w.offsets;
+  const int64_t prefetch = prefetch_distance(kBlocks * block_bytes);
   const uint8_t* lines = w.numbers + block * block_bytes;
   const typename Input::Item* items = x.items + row * x.stride;
   Floats totals[kRows][kBlocks];
@@ -324,7 +331,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       for (int b = 0; b < kBlocks; b++) {
         const uint8_t* p = lines + b * block_bytes;
         for (int64_t line = 0; line < kLineBytes; line += 64) {
-          __builtin_prefetch(p + kPrefetchBytes + line);
+          __builtin_prefetch(p + prefetch + line);
         }
         Weight weights[kItems];
         expand<kNumbers>(p, weights);
@@ -373,7 +380,8 @@ void few_rows_of(const PackedWeight& w, const Input& x, int64_t row, const Sink&
 // Some blocks' weights of a stretch of the input, unpacked: [block][item].
 struct Panel {
   const uint8_t* weights;
-  int64_t block_stride;     // bytes
+  int64_t block_stride;      // bytes
+  int64_t prefetch_distance;  // bytes
   const GroupScale* scales;  // [group of the stretch][block]
   int64_t first_group, num_groups;
   int64_t items_of_group;  // of the stretch's last group there may be fewer
@@ -392,7 +400,7 @@ LLMQ_INLINE void store_sum(float* p, Ints v) { store_line(reinterpret_cast<uint8
 
 // A tile of rows through a panel. totals: [row][block][kLane]. A group that is all of the input (kOneGroup) leaves its
 // sum there from stretch to stretch; others end within a stretch and leave the total of what is scaled.
-template <int kRows, int kBlocks, bool kOneGroup, class Input>
+template <int kRows, int kBlocks, bool kOneGroup, bool kPrefetches, class Input>
 void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups, bool is_first,
           bool has_corrections, float* totals) {
   using Sum = typename KindOf<Input>::Sum;
@@ -419,6 +427,7 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
 #pragma GCC unroll 2
       for (int b = 0; b < kBlocks; b++) {
         w[b] = load_weight(weights + b * panel.block_stride, static_cast<Weight*>(nullptr));
+        if (kPrefetches) __builtin_prefetch(weights + b * panel.block_stride + panel.prefetch_distance);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; r++) {
@@ -448,14 +457,15 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
   }
 }
 
-template <int kBlocks, bool kOneGroup, class Input>
+template <int kBlocks, bool kOneGroup, bool kPrefetches, class Input>
 void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups,
              bool is_first, bool has_corrections, float* totals) {
-#define LLMQ_TILE(R)                                                                                              \
-  case R:                                                                                                         \
-    if constexpr (R <= kTileRows) {                                                                               \
-      return tile<R, kBlocks, kOneGroup>(panel, x, row, first_item, groups, is_first, has_corrections, totals);   \
-    }                                                                                                             \
+#define LLMQ_TILE(R)                                                                                  \
+  case R:                                                                                             \
+    if constexpr (R <= KindOf<Input>::kTileRows) {                                                    \
+      return tile<R, kBlocks, kOneGroup, kPrefetches>(panel, x, row, first_item, groups, is_first,    \
+                                                      has_corrections, totals);                       \
+    }                                                                                                 \
     break
   switch (rows) {
     LLMQ_TILE(1);
@@ -491,10 +501,11 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
   const int64_t groups_of_stretch = max(1, kStretch / 8 / steps_of_group);
   const int64_t steps_of_stretch = is_one_group ? kStretch / 8 : groups_of_stretch * steps_of_group;
   const int64_t num_rows = end_row - first_row;
-  const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+  constexpr bool kIsAsPacked = kIsUnpacked<kNumbers, Input>;
+  const int64_t tiles = (num_rows + KindOf<Input>::kTileRows - 1) / KindOf<Input>::kTileRows;
   float* totals = total_memory.get<float>(num_rows * kTileBlocks * kLane);
   uint8_t* unpacked = nullptr;
-  if constexpr (!kIsUnpacked<kNumbers, Input>) {
+  if constexpr (!kIsAsPacked) {
     unpacked = panel_memory.get<uint8_t>(kBlocks * steps_of_stretch * kItems * KindOf<Input>::kWeightBytes);
   }
   auto* scales = scale_memory.get<GroupScale>(groups_of_stretch * kTileBlocks);
@@ -506,9 +517,10 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
     panel.first_group = is_one_group ? 0 : first / steps_of_group;
     panel.num_groups = is_one_group ? 1 : min(groups_of_stretch, groups - panel.first_group);
     const uint8_t* lines = w.numbers + block * block_bytes + first * line_bytes(kNumbers);
-    if constexpr (kIsUnpacked<kNumbers, Input>) {
+    if constexpr (kIsAsPacked) {
       panel.weights = lines;
       panel.block_stride = block_bytes;
+      panel.prefetch_distance = prefetch_distance(kBlocks * block_bytes);
     } else {
       panel.weights = unpacked;
       panel.block_stride = panel.num_items * KindOf<Input>::kWeightBytes;
@@ -517,6 +529,9 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
         const uint8_t* p = lines + b * block_bytes;
         for (int64_t step = 0; step < count; step++, p += line_bytes(kNumbers)) {
           Weight weights[kItems];
+          for (int64_t line = 0; line < line_bytes(kNumbers); line += 64) {
+            __builtin_prefetch(p + prefetch_distance(kBlocks * block_bytes) + line);
+          }
           expand<kNumbers>(p, weights);
           for (int i = 0; i < kItems; i++, to += KindOf<Input>::kWeightBytes) store_weight(to, weights[i]);
         }
@@ -533,7 +548,8 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t begin = num_rows * t / tiles, end = num_rows * (t + 1) / tiles;
       float* of_tile = totals + begin * kTileBlocks * kLane;
-      const auto run = is_one_group ? tile_of<kBlocks, true, Input> : tile_of<kBlocks, false, Input>;
+      const auto run = is_one_group ? tile_of<kBlocks, true, kIsAsPacked, Input>
+                                    : tile_of<kBlocks, false, kIsAsPacked, Input>;
       run(static_cast<int>(end - begin), panel, x, first_row + begin, first * kItems, groups, first == 0,
           has_corrections, of_tile);
     }

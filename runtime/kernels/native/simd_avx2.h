@@ -7,7 +7,7 @@ struct Ints {
   __m256i a, b;
 };
 
-constexpr int kTileRows = 6, kTileBlocks = 1;
+constexpr int kExactTileRows = 6, kRoundedTileRows = 4, kTileBlocks = 1;
 constexpr int kFewRowsBlocks[] = {0, 2, 1, 1, 1};
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
