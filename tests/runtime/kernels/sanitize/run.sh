@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The native kernels under sanitizers, from a C++ program of their own: Python and torch are not instrumented.
+#
+#   tests/runtime/kernels/sanitize/run.sh [address,undefined | thread]      default: both, one after the other
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+root="$(cd "$here/../../../.." && pwd)"
+for sanitizers in ${1:-address,undefined thread}; do
+  build="$root/build/sanitize-${sanitizers/,/-}"
+  cmake -S "$here" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLMQ_SANITIZE="$sanitizers" --log-level=WARNING
+  cmake --build "$build" --parallel
+  for program in pool_check linear_check; do
+    echo "$program under $sanitizers"
+    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 "$build/$program"
+  done
+done
