@@ -1,6 +1,7 @@
 """BatchInputs: a step as tensors, built from the runner's own state of each request."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,28 +69,25 @@ class BatchInputs:
         device: torch.device,
     ) -> "BatchInputs":
         counts = [item.num_scheduled_tokens for item in items]
-        query_start_loc = [0, *np.cumsum(counts).tolist()]
+        query_start_loc = list(itertools.accumulate(counts, initial=0))
         spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens) for item in items]
-        token_ids = np.concatenate(
-            [
-                np.asarray(r.token_ids[start:end], dtype=np.int64)
-                for r, (start, end) in zip(requests, spans, strict=True)
-            ]
-        )
-        positions = np.concatenate([np.arange(start, end, dtype=np.int64) for start, end in spans])
+        num_tokens, owners = query_start_loc[-1], np.repeat(np.arange(len(items)), counts)
+        scheduled = (request.token_ids[start:end] for request, (start, end) in zip(requests, spans, strict=True))
+        token_ids = np.fromiter(itertools.chain.from_iterable(scheduled), dtype=np.int64, count=num_tokens)
+        behind = np.array([start - row for (start, _), row in zip(spans, query_start_loc, strict=False)])
+        positions = np.arange(num_tokens) + behind[owners]
         seq_lens = [end for _, end in spans]
-        owners = np.repeat(np.arange(len(items)), counts)
         attention = []
         for index, group in enumerate(layout.groups):
             table = _block_table([request.block_ids[index] for request in requests])
             blocks = table[owners, positions // group.block_tokens]
-            slot_mapping = blocks * group.block_tokens + positions % group.block_tokens
+            offsets = positions % group.block_tokens
             attention.append(
                 AttentionMetadata(
                     query_start_loc=query_start_loc,
                     seq_lens=seq_lens,
                     block_table=torch.from_numpy(table).to(device),
-                    slots=Slots.of(torch.from_numpy(slot_mapping).to(device), group.block_tokens),
+                    slots=Slots(torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)),
                     block_tokens=group.block_tokens,
                     window=group.spec.window,
                 )

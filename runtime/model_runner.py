@@ -95,10 +95,15 @@ class ModelRunner:
         if not ends:
             return hidden, [[] for _ in items]
         groups = [request.sampled_as() if item.samples else [] for item, request in zip(items, requests, strict=True)]
-        logits = self.program.logits(hidden[torch.tensor(ends, device=self.device)])
-        counts = torch.tensor([len(group) for group in groups if group], device=self.device)
+        if len(ends) < len(hidden):
+            logits = self.program.logits(hidden[torch.tensor(ends, device=self.device)])
+        else:
+            logits = self.program.logits(hidden)
         rows = [request for group in groups for request in group]
-        made = iter(self.sampler(logits.repeat_interleave(counts, dim=0), rows))
+        if len(rows) > len(ends):
+            counts = torch.tensor([len(group) for group in groups if group], device=self.device)
+            logits = logits.repeat_interleave(counts, dim=0)
+        made = iter(self.sampler(logits, rows))
         return hidden, [list(itertools.islice(made, len(group))) for group in groups]
 
     def _score_prompts(

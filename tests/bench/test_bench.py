@@ -4,6 +4,7 @@ import json
 
 import bench_consumers
 import bench_contention
+import bench_decode
 import bench_eval_speed
 import bench_kv_dtypes
 import bench_paging
@@ -16,6 +17,7 @@ import pytest
 
 from llmq.evals.samples import Sample
 from llmq.profiles.slo import Slo
+from llmq.runtime.kernels import native, why_absent
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +159,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         bench_scheduler.main,
         lambda _: bench_static_batching.main(["--model", "smollm2-135m"]),
         bench_contention.main,
+        bench_decode.main,
         bench_soak.main,
         bench_kv_dtypes.main,
         lambda _: bench_slo.main(["--model", "smollm2-135m"]),
@@ -168,6 +171,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         "scheduler",
         "static batching",
         "contention",
+        "decode",
         "soak",
         "kv dtypes",
         "slo",
@@ -175,6 +179,16 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
 )
 def test_measure(main):
     main([])
+
+
+@pytest.mark.skipif(native is None, reason=why_absent)
+def test_programs_are_measured_by_turns(tiny_llama):
+    options = ["--batch", "1,2", "--prefill", "40", "--context", "20", "--tokens", "6", "--turns", "1", "--cpu-time"]
+    measured = bench_decode.main([str(tiny_llama(max_position_embeddings=128)), *options])["measurements"]
+    assert [(one["work"], one["program"]) for one in measured[:2]] == [("decode 1", "torch"), ("decode 1", "native")]
+    assert [one["work"] for one in measured[2::2]] == ["decode 2", "prefill 40"]
+    # Layers and the tied head once, and the K and V of 23 tokens: what torch and native read alike.
+    assert measured[0]["bytes_per_step"] == measured[1]["bytes_per_step"]
 
 
 def test_both_backends_of_lm_eval_predict_the_same(tiny_llama, shared):
