@@ -169,7 +169,7 @@ def test_the_fastest_that_keeps_slo_and_drop_is_recommended_with_its_commands(ti
     code, found = measured(tiny, tmp_path)
     assert code == 0
     assert [(row["weights"], row["speed"], row["quality"]) for row in found["measured"]] == [
-        ("bf16", "PASS", "the original"),
+        ("bf16", "PASS", "original"),
         ("fp8", "PASS", "PASS"),
         ("w4", "PASS", "FAIL"),
     ]
@@ -189,7 +189,7 @@ def test_a_table_of_what_was_measured(tiny, tmp_path, verbs):
     flags = ("--data", tmp_path / "own.jsonl", "--max-drop", "1%", "--work", tmp_path / "work")
     code, shown = asked(tiny, "--measure", "--weights", "bf16,w4,fp8", "--slo", "tpot=100ms", *flags)
     assert code == 0
-    for words in ("the original", "-8.0%", "-0.4%", "Recommended: fp8, 150.0 tokens/s within the SLO, 1.50 times"):
+    for words in ("original", "-8.0%", "-0.4%", "Recommended: fp8, which keeps the SLO at 3 requests/s, 1.50 times"):
         assert words in shown
     assert f"llmq serve {tmp_path / 'work' / 'tiny-fp8'}" in shown
 
