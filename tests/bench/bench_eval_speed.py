@@ -1,19 +1,27 @@
 """Wall time of lm-eval's tasks on our engine and on lm-eval's own `hf` backend, and whether both predict the same.
 
 The same items in one process: prompts, few-shot examples and metrics are lm-eval's for both, and the time is that of
-the whole evaluation without loading. `hf` first tries each batch size on the first --probe items and takes its fastest.
+the whole evaluation without loading. `hf` first tries batch sizes on the first --probe items of each task, from the
+smallest on until one is clearly slower, and takes its fastest. With --work each timing is kept as it is made, and the
+same command goes on after an interruption.
+
+    bench_eval_speed.py --threads 2 --work FOLDER --json > RESULT.json
 """
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import bench_report
 import torch
 from bench_report import Report
+from kept_pieces import KeptPieces, Piece
 
+from llmq.cli import console
 from llmq.evals.evaluation import Subject
 from llmq.evals.harness import EngineLM
 from llmq.evals.numerics import Numerics
@@ -26,17 +34,41 @@ LIMITS = {"arc_easy": 200, "hellaswag": 200, "lambada_openai": 200, "gsm8k": 50}
 _TORCH = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class Timed:
-    samples: list[Sample]
-    seconds: float
+class Backends:
+    """The two, each loaded when it is first asked: a run that goes on may need one only."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._folder = find_model(arguments.model)
+        self._dtype, self._threads = arguments.dtype, arguments.threads
+
+    @cache  # noqa: B019 (lives as long as the program)
+    def _subject(self) -> Subject:
+        return Subject.open(self._folder, Numerics(dtype=self._dtype, device="cpu", threads=self._threads))
+
+    @cache  # noqa: B019
+    def _hf(self) -> Any:
+        from lm_eval.models.huggingface import HFLM
+
+        longest = EngineLM(self._subject().engine, self._subject().tokenizer).max_length
+        return HFLM(
+            pretrained=str(self._folder), device="cpu", dtype=_TORCH[self._dtype], batch_size=1, max_length=longest
+        )
+
+    def ours(self) -> EngineLM:
+        return EngineLM(self._subject().engine, self._subject().tokenizer)
+
+    def hf(self, batch_size: int) -> Any:
+        lm = self._hf()
+        lm.batch_size_per_gpu = batch_size
+        return lm
 
 
-def timed(lm: Any, task: str, data_dir: Path, limit: int) -> Timed:
+def timed(lm: Any, task: str, data_dir: Path, limit: int) -> Piece:
     loaded = load_named_tasks([task], data_dir)
     started_s = time.perf_counter()
     results = evaluate_tasks(lm, loaded, limit=limit)
-    return Timed(samples_of(results["samples"], {}), time.perf_counter() - started_s)
+    seconds = time.perf_counter() - started_s
+    return {"seconds": seconds, "samples": [asdict(sample) for sample in samples_of(results["samples"], {})]}
 
 
 def prediction(sample: Sample) -> Any:
@@ -68,35 +100,42 @@ def difference(ours: Sample, theirs: Sample) -> dict[str, Any] | None:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    from lm_eval.models.huggingface import HFLM
-
     quiet_libraries()
     torch.set_num_threads(arguments.threads)
-    folder, data_dir = find_model(arguments.model), Path(arguments.data_dir)
-    subject = Subject.open(folder, Numerics(dtype=arguments.dtype, device="cpu", threads=arguments.threads))
-    longest = EngineLM(subject.engine, subject.tokenizer).max_length
-    theirs = HFLM(pretrained=str(folder), device="cpu", dtype=_TORCH[arguments.dtype], batch_size=1, max_length=longest)
-    figures: dict[str, Any] = {}
-    for task in arguments.tasks:
-        limit = min(arguments.limit or LIMITS.get(task, 200), LIMITS.get(task, 200))
-        probed = {}
-        for size in arguments.batch_sizes:
-            theirs.batch_size_per_gpu = size
-            probed[size] = timed(theirs, task, data_dir, min(arguments.probe, limit)).seconds
-        theirs.batch_size_per_gpu = best = min(probed, key=probed.get)
-        hf = timed(theirs, task, data_dir, limit)
-        ours = timed(EngineLM(subject.engine, subject.tokenizer), task, data_dir, limit)
-        found = [difference(*pair) for pair in zip(ours.samples, hf.samples, strict=True)]
-        figures[task] = {
-            "items": len(ours.samples),
-            "hf_batch_size": best,
-            "hf_probe_s": probed,
-            "hf_s": hf.seconds,
-            "ours_s": ours.seconds,
-            "speedup": hf.seconds / ours.seconds,
-            "different": [one for one in found if one is not None],
-        }
-    return _report(arguments, figures)
+    settings = {"model": arguments.model, "dtype": arguments.dtype, "threads": arguments.threads}
+    settings |= {name: version(name) for name in ("torch", "transformers", "lm_eval")}
+    kept = KeptPieces(arguments.work, settings | {"probe": arguments.probe, "data_dir": arguments.data_dir})
+    backends = Backends(arguments)
+    return _report(arguments, {task: _compare(task, arguments, backends, kept) for task in arguments.tasks})
+
+
+def _compare(task: str, arguments: argparse.Namespace, backends: Backends, kept: KeptPieces) -> dict[str, Any]:
+    limit = arguments.limit.get(task) or arguments.limit.get("") or LIMITS.get(task, 200)
+    on_items = partial(timed, task=task, data_dir=Path(arguments.data_dir))
+    probe = min(arguments.probe, limit)
+    probed: dict[int, float] = {}
+    for size in sorted(arguments.batch_sizes):
+        name = f"{task}.hf.batch-{size}.{probe}-items"
+        probed[size] = kept.get(name, lambda size=size: on_items(backends.hf(size), limit=probe))["seconds"]
+        console.status(f"{task}, {probe} items: hf with a batch of {size} in {probed[size]:.1f} s")
+        if probed[size] > 1.1 * min(probed.values()):
+            break
+    best = min(probed, key=probed.get)
+    hf = kept.get(f"{task}.hf.{limit}-items", lambda: on_items(backends.hf(best), limit=limit) | {"batch_size": best})
+    console.status(f"{task}, {limit} items: hf with a batch of {hf['batch_size']} in {hf['seconds']:.1f} s")
+    ours = kept.get(f"{task}.ours.{limit}-items", lambda: on_items(backends.ours(), limit=limit))
+    console.status(f"{task}, {limit} items: ours in {ours['seconds']:.1f} s")
+    pairs = zip(ours["samples"], hf["samples"], strict=True)
+    found = [difference(Sample(**mine), Sample(**theirs)) for mine, theirs in pairs]
+    return {
+        "items": len(ours["samples"]),
+        "hf_batch_size": hf["batch_size"],
+        "hf_probe_s": probed,
+        "hf_s": hf["seconds"],
+        "ours_s": ours["seconds"],
+        "speedup": hf["seconds"] / ours["seconds"],
+        "different": [one for one in found if one is not None],
+    }
 
 
 def _report(arguments: argparse.Namespace, figures: dict[str, Any]) -> Report:
@@ -121,18 +160,15 @@ def _report(arguments: argparse.Namespace, figures: dict[str, Any]) -> Report:
     )
 
 
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main(argv: bench_report.Arguments = None) -> dict:
     options = bench_report.parser(__doc__)
     options.add_argument("--model", default="smollm2-135m")
     options.add_argument("--data-dir", default=str(bench_report.shared_path("tasks")))
-    options.add_argument("--tasks", type=_names, default=list(LIMITS))
-    options.add_argument("--limit", type=int, help="items of a task, at most 200 (50 of gsm8k), which are the default")
-    options.add_argument("--batch-sizes", type=bench_report.whole_numbers, default=[1, 4, 16, 64], help="of hf")
-    options.add_argument("--probe", type=int, default=16, help="items on which a batch size is tried")
+    options.add_argument("--tasks", type=bench_report.names, default=list(LIMITS))
+    options.add_argument("--limit", type=bench_report.limits, default={}, help="100, or arc_easy=100,gsm8k=20")
+    options.add_argument("--batch-sizes", type=bench_report.whole_numbers, default=[1, 4, 8, 16, 32], help="of hf")
+    options.add_argument("--probe", type=int, default=8, help="items on which a batch size is tried")
+    options.add_argument("--work", type=Path, help="folder in which each timing is kept, for a run that goes on")
     options.add_argument("--dtype", choices=list(_TORCH), default="fp32")
     options.add_argument("--threads", type=int, default=1)
     return bench_report.run(options.parse_args(argv), measure)

@@ -67,4 +67,15 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def names(text: str) -> list[str]:
+    """arc_easy,gsm8k as an option's value."""
+    return text.split(",")
+
+
+def limits(text: str) -> dict[str, int]:
+    """arc_easy=200,gsm8k=50 as an option's value; 100 is of every task, under "" for its name."""
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    return {task: int(number) for task, _, number in pairs}
+
+
 Arguments = Sequence[str] | None

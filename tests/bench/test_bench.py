@@ -191,14 +191,23 @@ def test_programs_are_measured_by_turns(tiny_llama):
     assert measured[0]["bytes_per_step"] == measured[1]["bytes_per_step"]
 
 
-def test_both_backends_of_lm_eval_predict_the_same(tiny_llama, shared):
+def test_both_backends_of_lm_eval_predict_the_same_and_timings_are_kept(tiny_llama, shared, tmp_path, monkeypatch):
     model = tiny_llama(max_position_embeddings=4096)
-    options = ["--model", str(model), "--batch-sizes", "1,4", "--probe", "2", "--limit", "3"]
-    found = bench_eval_speed.main([*options, "--tasks", "arc_easy,lambada_openai,gsm8k"])
+    options = ["--model", str(model), "--batch-sizes", "1,4", "--probe", "2", "--limit", "3", "--work", str(tmp_path)]
+    options += ["--tasks", "arc_easy,lambada_openai,gsm8k"]
+    found = bench_eval_speed.main(options)
     assert set(found) == {"arc_easy", "lambada_openai", "gsm8k"}
     for of_task in found.values():
         assert (of_task["items"], of_task["different"]) == (3, [])
         assert of_task["hf_batch_size"] in (1, 4)
+    (tmp_path / "gsm8k.ours.3-items.json").unlink()
+    measured, timed = [], bench_eval_speed.timed
+    monkeypatch.setattr(bench_eval_speed, "timed", lambda lm, **of: measured.append(of["task"]) or timed(lm, **of))
+    again = bench_eval_speed.main(options)
+    assert measured == ["gsm8k"]
+    assert {**again, "gsm8k": 0} == {**found, "gsm8k": 0}
+    with pytest.raises(SystemExit, match="other dtype"):
+        bench_eval_speed.main([*options, "--dtype", "bf16"])
 
 
 def test_a_difference_is_told_with_its_margins():
