@@ -7,7 +7,8 @@ from typing import Any
 
 from lm_eval.api.model import LM
 
-from llmq.evals.harness import EngineLM, HarnessCounts
+from llmq.evals.counts import HarnessCounts
+from llmq.evals.harness import EngineLM
 from llmq.evals.samples import Sample, samples_of
 from llmq.evals.tasks import LoadedTasks
 from llmq.profiles.errors import InputError

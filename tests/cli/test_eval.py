@@ -302,7 +302,7 @@ def test_a_set_of_each_kind_of_line_is_quiet_when_piped(tiny_llama, tmp_path):
 
 def test_answers_that_were_cut_are_warned_of_above_two_per_cent(monkeypatch):
     from llmq.cli import eval_tables
-    from llmq.evals.harness import HarnessCounts
+    from llmq.evals.counts import HarnessCounts
     from llmq.evals.task_run import TaskRun
 
     said = []

@@ -6,7 +6,8 @@ import shutil
 import pytest
 from lm_eval.api.instance import Instance
 
-from llmq.evals.harness import EngineLM, _leaders_first
+from llmq.evals.harness import EngineLM
+from llmq.evals.request_order import leaders_first
 from llmq.profiles.errors import InputError
 from llmq.runtime.frontend.tokenizer import Tokenizer
 
@@ -119,8 +120,8 @@ def test_a_conversation_can_be_left_open_in_its_last_message(toy_lm):
 
 def test_one_request_of_each_context_goes_first_so_that_the_others_hit_its_blocks():
     contexts = [(1,), (2,), (1,), (2,), (1,), (3,)]
-    assert _leaders_first(contexts) == [0, 1, 5, 2, 4, 3]
-    assert sorted(_leaders_first([(i % 7,) for i in range(200)], group_size=3)) == list(range(200))
+    assert leaders_first(contexts) == [0, 1, 5, 2, 4, 3]
+    assert sorted(leaders_first([(i % 7,) for i in range(200)], group_size=3)) == list(range(200))
 
 
 BOS_FIRST = {

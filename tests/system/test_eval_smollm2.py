@@ -44,9 +44,9 @@ def test_two_windows_of_wikitext_equal_transformers_to_a_thousandth(smollm2, sub
 def test_joins_and_chat_ids_of_the_real_tokenizer(subject):
     """C12 and C14 on the ids that the cases name."""
     lm = EngineLM(subject.engine, subject.tokenizer)
-    assert lm._encode_pair("Ans", "wer") == (subject.tokenizer.encode("Ans"), [5830])
+    assert lm.encoder.pair("Ans", "wer") == (subject.tokenizer.encode("Ans"), [5830])
     assert lm.counts.num_encoded_apart == 1
-    ids = lm._chat_ids[lm.apply_chat_template([{"role": "user", "content": "Hi"}])]
+    ids = lm.encoder.prompt(lm.apply_chat_template([{"role": "user", "content": "Hi"}]))
     assert (ids[:4], len(ids)) == ([1, 9690, 198, 2683], 31)
     assert subject.tokenizer.encode("Hi")[0] != 1
 
