@@ -1,31 +1,23 @@
 """`llmq eval`: perplexity, divergence from a baseline, and tasks, on the runtime that serves."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperGroup
 
 from llmq.cli import console
-from llmq.cli.engine_options import check_device, check_kernels
-from llmq.cli.eval_tables import print_comparison, print_text_evaluation
-from llmq.cli.eval_tasks import (
-    TaskOptions,
-    load_saved,
-    numerics_line,
-    parse_max_drop,
-    parse_on_overlength,
-    run_and_compare,
-)
-from llmq.profiles.errors import InputError
+from llmq.cli.eval_options import EvalOptions, numerics_of
+from llmq.cli.eval_tables import print_comparison
+from llmq.cli.eval_tasks import TaskOptions, load_saved, parse_max_drop, parse_on_overlength, run_and_compare
+from llmq.cli.eval_text import BUILTIN, TextOptions
 
 if TYPE_CHECKING:
-    from llmq.evals.evaluation import Subject, TextEvaluation
-    from llmq.evals.numerics import Numerics
-
-BUILTIN = "builtin"
+    from llmq.evals.served_subject import ServedSubject
 
 
 class EvalGroup(TyperGroup):
@@ -81,34 +73,19 @@ def evaluate(
     llmq eval compare A B: the same verdict from two saved results (-o), baseline first.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    numerics = _numerics(dtype, kv_dtype, device, kernels, threads, batch_invariant)
-    remote = is_url(model)
-    if remote:
-        _check_served(model, tasks or data, ppl, numerics)
-    elif tokenizer:
-        raise InputError(f"--tokenizer {tokenizer} is for the URL of a server: {model} brings its own")
-    wants_tasks, wants_text = bool(tasks or data), bool(ppl or (baseline and not remote) or not (tasks or data))
-    if not wants_tasks and (num_fewshot is not None or apply_chat_template or on_overlength):
-        raise InputError(
-            "--num-fewshot, --apply-chat-template and --on-overlength are about tasks: give --tasks or --data with them"
-        )
-    if data_dir and not tasks:
-        raise InputError(f"--data-dir {data_dir} holds the data of lm-eval's tasks: name them with --tasks")
-    if not wants_text and (window is not None or stride is not None):
-        raise InputError("--window and --stride are about a text: give --ppl with them")
-    if baseline and is_url(baseline):
-        raise InputError(f"--baseline {baseline}: evaluate it by itself with -o, and give its RESULT.json")
+    numerics = numerics_of(dtype, kv_dtype, device, kernels, threads, batch_invariant)
     margin = parse_max_drop(max_drop)
-    if margin is not None and not (wants_tasks and baseline):
-        raise InputError("--max-drop is about items that two models answer: give --baseline and --tasks or --data")
+    asked = EvalOptions(
+        *(model, ppl, window, stride, baseline, margin, tasks, data, data_dir, num_fewshot, apply_chat_template),
+        *(on_overlength, tokenizer, numerics),
+    )
+    asked.check()
     from llmq.evals import result
     from llmq.profiles.checkpoint import find_model
 
     if output:
         result.check_output_path(output)
-    saved = Path(baseline) if baseline and baseline.endswith(".json") else None
-    if saved and not wants_tasks:
-        raise InputError(f"--baseline {saved} is a saved result, which has items to compare: give --tasks or --data")
+    saved = asked.saved_baseline
     saved_samples = load_saved(saved) if saved else None
     options = {
         "limit": limit,
@@ -116,42 +93,44 @@ def evaluate(
         "apply_chat_template": apply_chat_template,
         "on_overlength": parse_on_overlength(on_overlength),
     }
-    asked = TaskOptions(tasks, data, data_dir, numerics, options, output, margin) if wants_tasks else None
-    if asked:
-        asked.check()
-    text = _read_text(ppl or BUILTIN) if wants_text and not (saved and not ppl) else None
+    items = TaskOptions(tasks, data, data_dir, numerics, options, output, margin) if asked.wants_tasks else None
+    if items:
+        items.check()
+    text = TextOptions.read(ppl or BUILTIN, window, stride, limit) if asked.wants_text else None
     with console.progress() as progress:
-        target = None if remote else find_model(model, keep_blocks=True, progress=progress)
-        baseline_folder = find_model(baseline, keep_blocks=True, progress=progress) if baseline and not saved else None
-    if asked:
-        asked.load()
-    if remote:
-        from llmq.evals.served_subject import ServedSubject
-
-        target = ServedSubject.open(model, tokenizer_folder=tokenizer, api_key=api_key)
+        target = None if asked.is_remote else find_model(model, keep_blocks=True, progress=progress)
+        other = asked.baseline_model
+        baseline_folder = find_model(other, keep_blocks=True, progress=progress) if other else None
+    if items:
+        items.load()
 
     record = result.new_record() | dict.fromkeys(("model", "baseline", "text", "tasks", "baseline_tasks", "comparison"))
     record["options"] = options | asdict(numerics)
-    if text is not None:
-        subjects, evaluation = run_text(
-            target, text, ppl or BUILTIN, baseline_folder, numerics, (window, stride, limit)
-        )
-        record |= {"text": evaluation.to_dict(), **_described(subjects)}
-        if not as_json:
-            print_text_evaluation(evaluation, subjects[0].engine.info.weight_bytes, _weight_bytes(subjects[1]))
-        del subjects
     verdict = None
-    if asked:
-        verdict = run_and_compare(asked, target, baseline_folder, saved_samples, margin, record, is_quiet=as_json)
+    with _served(model, tokenizer, api_key) if asked.is_remote else nullcontext(target) as target:
+        if text:
+            text.run(target, baseline_folder, numerics, record, is_quiet=as_json)
+        if items:
+            verdict = run_and_compare(items, target, baseline_folder, saved_samples, margin, record, is_quiet=as_json)
     if as_json:
         console.print_json(result.plain_json(record))
     if output:
         result.save_record(record, output)
         console.status(f"saved {output}")
-    if asked:
-        asked.forget_answers()
+    if items:
+        items.forget_answers()
     if verdict is not None and verdict.exit_code:
         raise typer.Exit(verdict.exit_code)
+
+
+@contextmanager
+def _served(url: str, tokenizer: Path | None, api_key: str | None) -> "Iterator[ServedSubject]":
+    """What is served there, its connections closed at the end."""
+    from llmq.evals.served_subject import ServedSubject
+
+    subject = ServedSubject.open(url, tokenizer_folder=tokenizer, api_key=api_key)
+    with subject.engine:
+        yield subject
 
 
 @app.command("compare")
@@ -173,86 +152,3 @@ def compare(
         verdict = print_comparison(comparison, margin)
     if verdict is not None and verdict.exit_code:
         raise typer.Exit(verdict.exit_code)
-
-
-def run_text(
-    folder: Path,
-    text: str,
-    source: str,
-    baseline_folder: Path | None,
-    numerics: "Numerics",
-    plan_options: tuple[int | None, int | None, int | None] = (None, None, None),
-) -> tuple[tuple["Subject", "Subject | None"], "TextEvaluation"]:
-    """Candidate and baseline on one text; `plan_options`: window, stride, most windows. Says what was decided."""
-    from llmq.evals.evaluation import Subject, evaluate_text, plan_text, resolve_window
-    from llmq.runtime.frontend.tokenizer import Tokenizer
-
-    window, stride, max_windows = plan_options
-    window = resolve_window(folder, window)
-    baseline_tokenizer = Tokenizer.from_folder(baseline_folder) if baseline_folder else None
-    encoded, plan = plan_text(
-        Tokenizer.from_folder(folder),
-        text,
-        source,
-        window=window,
-        stride=stride,
-        max_windows=max_windows,
-        baseline=baseline_tokenizer,
-    )
-    folders = [folder, *([baseline_folder] if baseline_folder else [])]
-    opened = [Subject.open(path, numerics, max_model_len=window, max_num_seqs=2) for path in folders]
-    candidate, baseline = opened[0], opened[1] if baseline_folder else None
-    for name, subject in (("model", candidate), ("baseline", baseline)):
-        if subject:
-            console.status(f"{name}: {subject.folder} ({numerics_line(subject)})")
-    console.status(
-        f"text: {source}, {plan.num_tokens:,} of {len(encoded.token_ids):,} tokens, window {window}, "
-        f"stride {plan.stride}, {encoded.bos_policy}; first ids {plan.prompt(0, encoded.token_ids)[:8]}"
-    )
-    with console.progress() as progress:
-        return (candidate, baseline), evaluate_text(candidate, encoded, plan, baseline, progress)
-
-
-def is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def _check_served(url: str, items: object, ppl: str | None, numerics: "Numerics") -> None:
-    """Raises InputError for what is asked of a server and can only be had in this process."""
-    from llmq.evals.numerics import Numerics
-
-    if ppl or not items:
-        raise InputError(f"{url} is asked by --tasks or --data; perplexity of a text is had of a folder")
-    if numerics != Numerics():
-        raise InputError(f"{url} computes as it was started: leave --dtype, --kv-dtype, --device, --kernels, … away")
-
-
-def _numerics(
-    dtype: str, kv_dtype: str, device: str, kernels: str, threads: int | None, batch_invariant: bool
-) -> "Numerics":
-    from llmq.evals.numerics import Numerics
-    from llmq.runtime.dtypes import parse_dtype
-
-    check_device(device)
-    check_kernels(kernels)
-    return Numerics(
-        parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, kernels, threads, batch_invariant
-    )
-
-
-def _read_text(source: str) -> str:
-    from llmq.evals.text import read_text
-    from llmq.quantize.builtin_text import builtin_text
-
-    return builtin_text("heldout") if source == BUILTIN else read_text(Path(source))
-
-
-def _described(subjects: tuple["Subject", "Subject | None"]) -> dict[str, Any]:
-    from llmq.evals.result import describe_model
-
-    described = [describe_model(s.folder, s.engine.info) if s else None for s in subjects]
-    return {"model": described[0], "baseline": described[1]}
-
-
-def _weight_bytes(subject: "Subject | None") -> int | None:
-    return subject.engine.info.weight_bytes if subject else None

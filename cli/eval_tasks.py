@@ -1,6 +1,5 @@
 """The part of `llmq eval` that runs tasks: on a model and its baseline, durably, compared item by item."""
 
-import contextlib
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -124,22 +123,17 @@ class TaskOptions:
         from llmq.evals.evaluation import Subject
         from llmq.evals.harness import EngineLM
         from llmq.evals.overlength import OnOverlength
-        from llmq.evals.result import describe_model
         from llmq.evals.task_run import run_tasks
 
         loaded = self._taken()
-        if isinstance(target, Path):
-            subject = Subject.open(target, self.numerics)
-            described = describe_model(target, subject.engine.info)
-        else:
-            subject, described = target, target.describe()
+        subject = Subject.open(target, self.numerics) if isinstance(target, Path) else target
+        described = subject.describe()
         shown = ", ".join(
             f"{name.replace('_', ' ')} {'default' if value is None else value}" for name, value in self.options.items()
         )
         console.status(f"{role}: {described['path']} ({numerics_line(subject)})")
         console.status(f"tasks: {', '.join(loaded.tasks)}; {shown}")
         with (
-            contextlib.nullcontext() if isinstance(target, Path) else target.engine,
             self._open_log(role, self._identity(described, loaded)) as answers,
             console.progress() as progress,
         ):

@@ -30,7 +30,7 @@ def prove(report: "QuantizationReport", out: Path, device: str) -> "Quantization
 
 def measure(original: Path, quantized: Path, device: str) -> dict[str, Any]:
     """Both through llmq's runtime, as `llmq eval --baseline` does."""
-    from llmq.cli.eval import run_text
+    from llmq.cli.eval_text import run_text
     from llmq.evals.evaluation import resolve_window
     from llmq.evals.numerics import Numerics
     from llmq.quantize.builtin_text import builtin_text

@@ -154,7 +154,7 @@ def _quantize(original: Path, out: Path) -> None:
 
 def prove(original: Path, quantized: Path, saved: Path, threads: int | None, narrator: Narrator) -> Facts:
     """Perplexity, KL and top-1 of the quantized model against the original, on the held-out half of the text."""
-    from llmq.cli.eval import BUILTIN, run_text
+    from llmq.cli.eval_text import BUILTIN, run_text
     from llmq.evals.numerics import Numerics
     from llmq.evals.result import checkpoint_sha256, new_record, plain_json, save_record
     from llmq.quantize.builtin_text import builtin_text

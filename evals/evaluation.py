@@ -9,6 +9,7 @@ from llmq.evals import perplexity as perplexity_module
 from llmq.evals.divergence import Divergence, evaluate_divergence
 from llmq.evals.numerics import Numerics
 from llmq.evals.perplexity import Perplexity, evaluate_perplexity
+from llmq.evals.result import describe_model
 from llmq.evals.text import EncodedText, check_same_tokenizer
 from llmq.evals.windows import WindowPlan, plan_windows
 from llmq.profiles.checkpoint import read_checkpoint
@@ -52,6 +53,10 @@ class Subject:
             **asdict(numerics),
         )
         return cls(folder, Engine.from_config(config), Tokenizer.from_folder(folder))
+
+    def describe(self) -> dict[str, Any]:
+        """Which checkpoint this is, and on what numerics it runs."""
+        return describe_model(self.folder, self.engine.info)
 
 
 def resolve_window(folder: Path, window: int | None) -> int:

@@ -54,6 +54,17 @@ def test_a_server_gives_the_same_ids_answers_and_scores(tiny_llama, sets, tmp_pa
         described = [json.loads(path.read_text())["model"] for path in (here, there)]
         for key in ("sha256", "tokenizer_sha256", "chat_template_sha256", "fingerprint", "max_model_len"):
             assert described[0][key] == described[1][key]
+    text = tmp_path / "text.txt"
+    text.write_text("The value of an expression, or of a class, is an object.\nimport returns it.\n" * 30)
+    measured = []
+    for target, options in ((folder, ONE_THREAD), (server.url, ())):
+        done = evaluate(target, "--ppl", text, "--window", 64, "--stride", 40, "--json", *options)
+        assert done.returncode == 0, done.stderr
+        measured.append(json.loads(done.stdout)["text"])
+        measured[-1]["perplexity"].pop("elapsed_s")
+    here, there = measured
+    assert there.pop("perplexity") == pytest.approx(here.pop("perplexity"), rel=1e-5)
+    assert there == here
     assert server.metric("llmq_kv_blocks_used") == 0
     assert server.stop() == 0
 
@@ -62,7 +73,7 @@ def test_what_a_server_cannot_be_asked_is_refused(tiny_llama, sets, tmp_path):
     server = Served(tiny_llama(), "--api-key", "secret")
     data = ("--data", sets / "choices.jsonl")
     refusals = {
-        "perplexity of a text is had of a folder": (server.url,),
+        "which a server does not give": (server.url, "--baseline", tiny_llama()),
         "computes as it was started": (server.url, *data, "--dtype", "fp32"),
         "wants a key": (server.url, *data),
         "nothing answers": ("http://127.0.0.1:9", *data),
