@@ -37,6 +37,13 @@ class RunnerRequest:
             forks.append(fork)
         return [self, *forks]
 
+    def scored_positions(self, item: ScheduledRequest) -> range:
+        """Positions of `item` whose logits score a prompt token: that of p is predicted at p - 1."""
+        if not self.score_prompt:
+            return range(0)
+        start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+        return range(max(self.params.prompt_logprobs_start - 1, start), min(end, self.num_prompt_tokens - 1))
+
     def update_blocks(self, item: ScheduledRequest, block_tokens: Sequence[int]) -> list[int]:
         """Take the changes of the block tables, and return the new blocks that hold no token yet and that this step
         will not fill: at most one a group, since slots are taken for the step's tokens only."""
@@ -59,6 +66,8 @@ class BatchInputs:
     query_start_loc: list[int]
     attention: tuple[AttentionMetadata, ...]  # one per KV-cache group
     group_of_layer: list[int]
+    # Rows whose hidden states are read after the last layer; None: all. A forward may leave the others unfinished.
+    output_rows: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -99,7 +108,23 @@ class BatchInputs:
             query_start_loc=query_start_loc,
             attention=tuple(attention),
             group_of_layer=[group_of_layer[layer] for layer in range(len(group_of_layer))],
+            output_rows=_output_rows(items, requests, query_start_loc, device),
         )
+
+
+def _output_rows(
+    items: Sequence[ScheduledRequest],
+    requests: Sequence[RunnerRequest],
+    query_start_loc: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The rows that score a prompt token or from which a token is sampled, in order; None where that is all of them."""
+    rows: list[int] = []
+    for item, request, begin, end in zip(items, requests, query_start_loc, query_start_loc[1:], strict=False):
+        rows += [begin + position - item.num_computed_tokens for position in request.scored_positions(item)]
+        if item.samples:
+            rows.append(end - 1)
+    return None if len(rows) == query_start_loc[-1] else torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _block_table(rows: list[list[int]]) -> np.ndarray:

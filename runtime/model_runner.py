@@ -120,13 +120,10 @@ class ModelRunner:
         rows: list[int] = []  # and where it lies in `hidden`
         begin = 0
         for index, (item, request) in enumerate(zip(items, requests, strict=True)):
-            start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
-            if request.score_prompt:
-                first = max(request.params.prompt_logprobs_start - 1, start)
-                scored = range(first, min(end, request.num_prompt_tokens - 1))
-                owners += [index] * len(scored)
-                positions += scored
-                rows += range(begin + first - start, begin + first - start + len(scored))
+            scored = request.scored_positions(item)
+            owners += [index] * len(scored)
+            positions += scored
+            rows += [begin + position - item.num_computed_tokens for position in scored]
             begin += item.num_scheduled_tokens
         for tile in range(0, len(rows), LOGITS_TILE):
             logits = self.program.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])

@@ -91,14 +91,21 @@ class Decoder:
         return frozenset(rope.name for rope in self.ropes)
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""
+        """Hidden states [num_tokens, hidden_size] after the final norm; of other rows than `inputs.output_rows` what
+        they were before the last MLP, which nobody reads."""
         step = Step.of(inputs, store, attention, self.ropes)
         hidden = self.embedding[inputs.token_ids]
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             hidden = block(hidden, step)
-        return self.final_norm(hidden)
+        rows = inputs.output_rows
+        if rows is None or isinstance(last.part, SelfAttention):
+            return self.final_norm(last(hidden, step))
+        if len(rows):
+            hidden[rows] = self.final_norm(last(hidden[rows], step))
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""

@@ -24,7 +24,8 @@ class Model(Protocol):
     dense_weights: Mapping[str, torch.Tensor]  # linears in 16 bit, by name: what is multiplied with
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm."""
+        """Hidden states [num_tokens, hidden_size] of the step, after the final norm. Only `inputs.output_rows` are
+        read: the others may hold anything."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -205,3 +205,24 @@ def test_the_scored_rows_of_a_step_go_through_the_head_together(tiny_llama, make
         expected = [row[token].item() for row, token in zip(rows, prompt[start:], strict=True)]
         assert [entry.logprob for entry in one.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
         assert [len(entry.top) for entry in one.prompt_logprobs] == [index] * (index + 1)
+
+
+def test_the_last_mlp_computes_what_is_read_of_it(tiny_llama, make_engine):
+    folder = tiny_llama()
+    prompt = [(11 * position) % 480 + 3 for position in range(40)]
+    engine = make_engine(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    last, sizes = engine.executor.runner.model.blocks[-1].part, []
+    original = last.activation
+
+    def activation(x):
+        sizes.append(len(x))
+        return original(x)
+
+    last.activation = activation
+    (made,) = run_all(engine, [prompt], greedy(3, prompt_logprobs=0, prompt_logprobs_start=30))
+    assert sizes == [3, 8, 1, 1]  # nothing of the first 16, scored rows 29 to 31 and 32 to 38, and each that is sampled
+    reference = Reference(folder)
+    assert made.token_ids == reference.greedy(prompt, 3)
+    rows = reference.log_probs(prompt)[29:-1]
+    expected = [row[token].item() for row, token in zip(rows, prompt[30:], strict=True)]
+    assert [entry.logprob for entry in made.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
