@@ -58,7 +58,7 @@ def test_a_server_gives_the_same_ids_answers_and_scores(tiny_llama, sets, tmp_pa
     text.write_text("The value of an expression, or of a class, is an object.\nimport returns it.\n" * 30)
     measured = []
     for target, options in ((folder, ONE_THREAD), (server.url, ())):
-        done = evaluate(target, "--ppl", text, "--window", 64, "--stride", 40, "--json", *options)
+        done = evaluate(target, "--ppl", text, "--window", 64, "--json", *options)
         assert done.returncode == 0, done.stderr
         measured.append(json.loads(done.stdout)["text"])
         measured[-1]["perplexity"].pop("elapsed_s")
