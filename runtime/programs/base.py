@@ -14,8 +14,8 @@ class Program(Protocol):
     attention_kernel: str
 
     def forward(self, inputs: BatchInputs) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] of all positions of the step, after the final norm. K and V of the
-        step's tokens are in the store afterwards."""
+        """Hidden states [num_tokens, hidden_size] of the step, after the final norm. Only `inputs.output_rows` are
+        read: the others may hold anything. K and V of all the step's tokens are in the store afterwards."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

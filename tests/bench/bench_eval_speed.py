@@ -39,11 +39,11 @@ class Backends:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._folder = find_model(arguments.model)
-        self._dtype, self._threads = arguments.dtype, arguments.threads
+        self._numerics = Numerics(arguments.dtype, device="cpu", kernels=arguments.kernels, threads=arguments.threads)
 
     @cache  # noqa: B019 (lives as long as the program)
     def _subject(self) -> Subject:
-        return Subject.open(self._folder, Numerics(dtype=self._dtype, device="cpu", threads=self._threads))
+        return Subject.open(self._folder, self._numerics)
 
     @cache  # noqa: B019
     def _hf(self) -> Any:
@@ -51,7 +51,11 @@ class Backends:
 
         longest = EngineLM(self._subject().engine, self._subject().tokenizer).max_length
         return HFLM(
-            pretrained=str(self._folder), device="cpu", dtype=_TORCH[self._dtype], batch_size=1, max_length=longest
+            pretrained=str(self._folder),
+            device="cpu",
+            dtype=_TORCH[self._numerics.dtype],
+            batch_size=1,
+            max_length=longest,
         )
 
     def ours(self) -> EngineLM:
@@ -102,7 +106,7 @@ def difference(ours: Sample, theirs: Sample) -> dict[str, Any] | None:
 def measure(arguments: argparse.Namespace) -> Report:
     quiet_libraries()
     torch.set_num_threads(arguments.threads)
-    settings = {"model": arguments.model, "dtype": arguments.dtype, "threads": arguments.threads}
+    settings = {name: getattr(arguments, name) for name in ("model", "dtype", "kernels", "threads")}
     settings |= {name: version(name) for name in ("torch", "transformers", "lm_eval")}
     kept = KeptPieces(arguments.work, settings | {"probe": arguments.probe, "data_dir": arguments.data_dir})
     backends = Backends(arguments)
@@ -170,6 +174,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--probe", type=int, default=8, help="items on which a batch size is tried")
     options.add_argument("--work", type=Path, help="folder in which each timing is kept, for a run that goes on")
     options.add_argument("--dtype", choices=list(_TORCH), default="fp32")
+    options.add_argument("--kernels", choices=("auto", "torch", "native"), default="auto", help="of ours")
     options.add_argument("--threads", type=int, default=1)
     return bench_report.run(options.parse_args(argv), measure)
 

@@ -211,7 +211,7 @@ def test_the_last_mlp_computes_what_is_read_of_it(tiny_llama, make_engine):
     folder = tiny_llama()
     prompt = [(11 * position) % 480 + 3 for position in range(40)]
     engine = make_engine(folder, max_num_batched_tokens=16, max_num_seqs=4)
-    last, sizes = engine.executor.runner.model.blocks[-1].part, []
+    last, sizes = engine.executor.runner.program.model.blocks[-1].part, []
     original = last.activation
 
     def activation(x):
