@@ -48,7 +48,7 @@ class QueueForecast:
         waiting = list(scheduler.waiting)
         if not waiting:
             return []
-        found = []
+        found, spread = [], self._policy.spread
         line = _Line.of(self._policy, scheduler, waiting)
         has_new = any(request.request_id not in known for request in waiting)
         to_come = scheduler.admission.mean_to_come(waiting)
@@ -60,7 +60,8 @@ class QueueForecast:
             next_s = line.next_s(num_new)
             place = line.place(num_new) if has_new else _Place(0.0, next_s, next_s, next_s)
             prompt_s = place.first_s - place.start_s
-            expected_s = CAUTION * place.start_s + prompt_s if is_new else next_s
+            own_s = spread * (prompt_s if is_new else next_s)
+            expected_s = own_s + (CAUTION * place.start_s if is_new else 0.0)
             has_begun = request.num_output_tokens or request.num_preemptions
             waited_s = now_s - request.arrival_time_s
             if waited_s + expected_s > self._ttft_s and not has_begun:
@@ -144,6 +145,6 @@ class _Line:
         if busy:
             left_s = self._policy.step_limit_s - cost.step_s(decodes)
             chunk = max(1, min(chunk, max(LEAST_CHUNK, cost.tokens_within(left_s, self._context // 2))))
-            # It ends on a block border, and where no other prompt has a slot nobody takes what that leaves.
-            chunk = max((chunk + 1) // 2, chunk - LEAST_CHUNK // 2)
+            # To end on a block border it gives up to an eighth away, which nobody takes where no other prompt has a slot.
+            chunk -= chunk // 8
         return chunk, cost.step_s(decodes + StepShape.chunk(chunk, self._context // 2))

@@ -156,15 +156,15 @@ class Scheduler:
     def _chunk(self, num_tokens: int, num_computed_tokens: int, budget: int) -> int:
         """How many tokens to compute next: all that are missing, or as many of them as `budget` allows.
 
-        A chunk that leaves some ends on a block border where it reaches one. Attention computes tiles of query rows,
-        and the rows of a ragged last tile cost more than whole ones: a budget of 512 that four decodes have bitten
-        into would make every chunk of a long prompt slower than one of 512 tokens.
+        A chunk that leaves some ends on a block border where that gives up little of it. Attention computes tiles of
+        query rows, and the rows of a ragged last tile cost more than whole ones: a budget of 512 that four decodes have
+        bitten into would make every chunk of a long prompt slower than one of 512 tokens.
         """
         num_new = num_tokens - num_computed_tokens
         if num_new <= budget:
             return num_new
         beyond = (num_computed_tokens + budget) % self.kv.alignment
-        return budget - beyond if beyond < budget else budget
+        return budget - beyond if beyond <= budget // 8 else budget
 
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""
