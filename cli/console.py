@@ -61,9 +61,9 @@ def print_table(title: str | None, columns: Sequence[str], rows: Sequence[Sequen
     from rich.table import Table
     from rich.text import Text
 
+    if title:
+        heading(title)  # not the table's own, which is folded at its width
     table = Table(
-        title=Text(title, style="bold") if title else None,
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_header=any(name.strip(">") for name in columns),
         show_edge=False,

@@ -1,5 +1,7 @@
 """The native program: its operations against float64, and whole steps against the decoder's own forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,7 +148,7 @@ def test_a_step_equals_the_decoders_own_forward(tmp_path, model_type, changes):
     stores, programs = both_programs(folder, "bf16")
     for spans in ([(0, 33), (0, 1), (0, 70)], [(33, 34), (1, 80), (70, 71)]):
         made = [
-            program.forward(make_step(store, PROMPTS, spans)).float()
+            program.forward(replace(make_step(store, PROMPTS, spans), output_rows=None)).float()
             for store, program in zip(stores, programs, strict=True)
         ]
         assert float((made[1] - made[0]).norm() / made[0].norm()) < 4e-3
