@@ -145,6 +145,6 @@ class _Line:
         if busy:
             left_s = self._policy.step_limit_s - cost.step_s(decodes)
             chunk = max(1, min(chunk, max(LEAST_CHUNK, cost.tokens_within(left_s, self._context // 2))))
-            # To end on a block border it gives up to an eighth away, which nobody takes where no other prompt has a slot.
+            # An eighth at most is given up to end on a block border: where no other prompt has a slot, to nobody.
             chunk -= chunk // 8
         return chunk, cost.step_s(decodes + StepShape.chunk(chunk, self._context // 2))

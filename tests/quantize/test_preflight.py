@@ -110,7 +110,7 @@ def test_ignore_patterns_without_a_match_are_named_with_near_matches(tmp_path):
 
 @pytest.mark.parametrize(
     ("pattern", "left"),
-    [("down_proj", 2), ("layers.0", 7), ("model.layers.1.mlp.down_proj", 1), (r"re:.*layers\.0\..*", 7), ("lm_head", 0)],
+    [("down_proj", 2), ("layers.0", 7), ("layers.1.mlp.down_proj", 1), (r"re:.*layers\.0\..*", 7), ("lm_head", 0)],
 )
 def test_ignore_patterns_that_match(tmp_path, pattern, left):
     plan = preflight(fake_checkpoint(tmp_path), Recipe.of("awq", ignore=(pattern,)), tmp_path / "out")
