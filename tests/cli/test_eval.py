@@ -268,7 +268,7 @@ def test_a_killed_run_goes_on_and_another_model_is_refused(llmq, tiny_llama, own
     ("arguments", "message"),
     [
         (["--max-drop", "1%"], "give --baseline and --tasks or --data"),
-        (["--baseline", "saved.json"], "is a saved result, which has items to compare"),
+        (["--baseline", "saved.json"], "is a saved result, whose items are compared: give --tasks or --data"),
         (["--data", "mine.jsonl", "--baseline", "MODEL", "--max-drop", "much"], "a share such as 1% or 0.01"),
         (["--data", "mine.jsonl", "--baseline", "MODEL", "--max-drop", "5"], "for 5 per cent write 5%"),
     ],
