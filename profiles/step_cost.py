@@ -93,7 +93,7 @@ class StepCost:
             return 0
         square = self.pair_s / 2
         linear = self.token_s + self.context_token_s + self.pair_s * (num_computed + 0.5)
-        if linear <= 0 and square <= 0:
+        if left_s == float("inf") or (linear <= 0 and square <= 0):
             return np.iinfo(np.int32).max
         # The root in the form that does not cancel where pairs cost next to nothing.
         tokens = 2 * left_s / (linear + (linear * linear + 4 * square * left_s) ** 0.5)

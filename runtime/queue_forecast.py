@@ -65,7 +65,7 @@ class QueueForecast:
             has_begun = request.num_output_tokens or request.num_preemptions
             waited_s = now_s - request.arrival_time_s
             if waited_s + expected_s > self._ttft_s and not has_begun:
-                retry_after_s = place.start_s - max(0.0, self._ttft_s - prompt_s) / CAUTION
+                retry_after_s = place.start_s - max(0.0, self._ttft_s - spread * prompt_s) / CAUTION
                 found.append(Late(request, waited_s + place.first_s, prompt_s, max(0.0, retry_after_s)))
                 continue
             self._to_compute[name] = num_new
@@ -79,7 +79,7 @@ class _Place:
     start_s: float  # from now, as the others
     computed_s: float  # the prompt: the next one can begin
     first_s: float
-    step_s: float
+    step_s: float  # of its decodes
 
 
 class _Line:
@@ -117,9 +117,11 @@ class _Line:
             heapq.heappop(self._ends_s)
         is_full = len(self._ends_s) >= self._slots
         start_s = self._ends_s[0] if is_full else self._free_s
-        chunk, step_s = self._at(len(self._ends_s) - is_full)
+        busy = len(self._ends_s) - is_full
+        chunk, step_s = self._at(busy)
         computed_s = start_s + num_new / chunk * step_s
-        return _Place(start_s, computed_s, max(computed_s, start_s + step_s), step_s)
+        first_s = max(computed_s, start_s + self._prompt_s(busy, num_new))
+        return _Place(start_s, computed_s, first_s, self._at(max(1, busy))[1])
 
     def take(self, place: _Place, num_outputs: int, num_sequences: int) -> None:
         self._free_s = place.computed_s
@@ -134,8 +136,15 @@ class _Line:
 
     def next_s(self, num_new: int) -> float:
         """Until the first token of whoever is next, if a slot and the step's prompt tokens are its own now."""
-        chunk, step_s = self._at(min(len(self._ends_s), self._slots - 1))
-        return max(1.0, num_new / chunk) * step_s
+        return self._prompt_s(min(len(self._ends_s), self._slots - 1), num_new)
+
+    def _prompt_s(self, busy: int, num_new: int) -> float:
+        """What `num_new` prompt tokens take beside `busy` decodes: whole steps at their pace, or a part of one."""
+        chunk, step_s = self._at(busy)
+        if num_new >= chunk:
+            return num_new / chunk * step_s
+        shape = StepShape.decode(busy, self._context) + StepShape.chunk(num_new, self._context // 2)
+        return self._policy.model.cost.step_s(shape)
 
     def _at(self, busy: int) -> tuple[int, float]:
         """(prompt tokens of a step beside `busy` decodes, the time of that step)."""

@@ -123,3 +123,15 @@ def test_a_prefix_that_is_cached_is_not_waited_for():
         queue.go()
     queue.come("again", 2000)
     assert queue.look() == []
+
+
+def test_a_short_prompt_is_not_told_the_time_of_a_full_step():
+    """Of 256 tokens a step takes 0.3 s here: who promises less could answer nobody."""
+    queue = Queue()
+    queue.forecast = QueueForecast(queue.policy, 0.1)
+    queue.come("short", 20, max_tokens=1)
+    assert queue.look() == []
+    queue.go()
+    assert queue.ttft_s("short") < 0.05
+    queue.come("longer", 150)
+    assert [one.request.request_id for one in queue.look()] == ["longer"]
