@@ -5,24 +5,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from published_configs import LLAMA_8B
 from typer.testing import CliRunner
 
 from llmq.cli import plan_measure
 from llmq.cli.plan import app
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.safetensors_file import TensorInfo, write_file
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture

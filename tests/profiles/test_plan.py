@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from published_configs import LLAMA_8B
 
 from llmq.profiles.devices import Device, find_device
 from llmq.profiles.errors import InputError
@@ -10,17 +11,6 @@ from llmq.profiles.load.arrivals import Arrival
 from llmq.profiles.plan import Lengths, Outlook, candidates, predict
 from llmq.profiles.slo import Slo
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-}
 BYTES = {"bf16": 16_060_522_496, "fp8": 9_080_000_000}
 LENGTHS = Lengths.fixed(1000, 200)
 
