@@ -1,6 +1,8 @@
 """A checkpoint's tensors -> a Decoder. Tensors are memory-mapped and taken one linear at a time."""
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.base import CheckpointFormat
 from llmq.quantize.formats.registry import format_of
+from llmq.quantize.formats.stacked import stack_rows
 from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
 from llmq.runtime.layers.native_linear import NativeLinear
@@ -20,6 +23,10 @@ from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, r
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
 from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
 from llmq.runtime.models.decoder import Decoder, OutputHead, ResidualBlock
+from llmq.runtime.parallel.collectives import Collectives
+from llmq.runtime.parallel.norm import SplitRMSNorm
+from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks, kind_of
+from llmq.runtime.parallel.vocabulary import SplitVocabulary
 
 # Stored by some writers, and nothing of it is lost by not reading it: buffers, and a tied head's second copy.
 UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -35,6 +42,9 @@ class TensorReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
 
     def __call__(self, name: str) -> Tensor:
         """The tensor, memory-mapped; KeyError where the checkpoint has none of this name."""
@@ -62,7 +72,9 @@ class DecoderLoader:
         device: torch.device,
         batch_invariant: bool = False,
         native: bool = False,
+        collectives: Collectives | None = None,
     ) -> None:
+        """collectives: of the ranks that share the decoder, of which this loads one's part; None: it is whole."""
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
         self.family = family
         self.architecture = checkpoint.architecture
@@ -72,6 +84,10 @@ class DecoderLoader:
         self.quantization: CheckpointFormat | None = None
         if checkpoint.quantization:
             self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
+        self.collectives = collectives
+        num_ranks, rank = (1, 0) if collectives is None else (collectives.num_ranks, collectives.rank)
+        check_ranks(self.architecture, self.config, num_ranks, self._column_step)
+        self.plan = ShardPlan(self.architecture, family, self.config, num_ranks, rank)
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
         self.dense_weights: dict[str, Tensor] = {}  # linear in 16 bit -> its rows of what is multiplied with
         self.rope_parameters = ropes_of(self.config, family, self.architecture.num_layers)
@@ -85,7 +101,7 @@ class DecoderLoader:
             raise InputError("config.json: use_bidirectional_attention: this model reads ahead, it does not generate")
 
     def load(self, max_model_len: int) -> Decoder:
-        embedding = self._dense("model.embed_tokens.weight")
+        embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
         if self.architecture.tie_word_embeddings:
             # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
             head = self._as_run(make_linear([embedding], [None], self.dtype, self.native))
@@ -104,6 +120,7 @@ class DecoderLoader:
             head=OutputHead(head, self._value("logits_divisor"), self._value("logits_softcap")),
             ropes=list(dict.fromkeys(rope for rope in ropes if rope is not None)),
             dense_weights=self.dense_weights,
+            vocabulary=None if self.collectives is None else SplitVocabulary.of(self.plan, self.collectives),
         )
         self._check_all_read()
         return decoder
@@ -139,21 +156,24 @@ class DecoderLoader:
 
     def _block(self, index: int, names: NormNames, part: SelfAttention | MLP | Experts) -> ResidualBlock:
         before, after = (name and self._norm(f"model.layers.{index}.{name}") for name in (names.before, names.after))
-        return ResidualBlock(part, before, after, self._value("residual_scale"))
+        all_reduce = None if self.collectives is None else self.collectives.all_reduce
+        return ResidualBlock(part, before, after, self._value("residual_scale"), all_reduce)
 
     def _attention(self, index: int, rope: RotaryEmbedding | None) -> SelfAttention:
         layer, family = f"model.layers.{index}", self.family
-        shape = self.architecture.attention[index]
+        shape = replace(self.architecture.attention[index], num_kv_heads=self.plan.num_kv_heads)
         scale = self._value("attention_scale")
         if scale is None:
             scale = (self._value("query_scalar") or shape.head_dim_k) ** -0.5
         q_norm, k_norm = (
             self._norm(f"{layer}.self_attn.{name}_norm") if family.qk_norm is not None else None for name in "qk"
         )
+        if self.collectives is not None and family.qk_norm == "projection":
+            q_norm, k_norm = (SplitRMSNorm(norm.weight, norm.eps, self.collectives) for norm in (q_norm, k_norm))
         return SelfAttention(
             AttentionSettings(
                 layer=index,
-                num_heads=self.architecture.num_attention_heads,
+                num_heads=self.plan.num_heads,
                 shape=shape,
                 scale=scale,
                 softcap=self._value("attention_softcap"),
@@ -191,14 +211,14 @@ class DecoderLoader:
         )
 
     def _norm(self, name: str) -> Norm:
-        weight, eps = self._dense(f"{name}.weight"), self._value("norm_eps")
+        weight, eps = self._dense(f"{name}.weight", self.plan.shard(name)), self._value("norm_eps")
         if self.family.norm == "layer":
             return LayerNorm(weight, self._dense(f"{name}.bias"), eps)
         return (RMSNormPlusOne if self.family.norm == "rms plus one" else RMSNorm)(weight, eps)
 
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
-        biases = [self._dense(f"{name}.bias") if has_bias else None for name in names]
+        biases = [self._bias(name) if has_bias else None for name in names]
         linear = make_linear(weights, biases, self.dtype, self.native)
         if isinstance(linear, DenseLinear):
             self.dense_weights.update(zip(names, linear.weight.split([len(weight) for weight in weights]), strict=True))
@@ -212,16 +232,39 @@ class DecoderLoader:
         scheme = self.quantization.scheme_for(name) if self.quantization else None
         kind = scheme.name if scheme else str(self.dtype).removeprefix("torch.")
         self.schemes[kind] = self.schemes.get(kind, 0) + 1
+        shard = self.plan.shard(name)
         if scheme is None:
-            return self._dense(f"{name}.weight")
-        return self.quantization.read(name, self.tensors).to(self.device)
+            return self._dense(f"{name}.weight", shard)
+        parts = [self.quantization.read(name, self.tensors, rows, shard.columns) for rows in shard.rows or (None,)]
+        weight = stack_rows(parts)
+        return (weight if shard == REPLICATED else weight.contiguous()).to(self.device)
 
-    def _dense(self, name: str) -> Tensor:
+    def _bias(self, name: str) -> Tensor | None:
+        """None on the ranks that leave it to another, where it is read to be accounted for."""
+        shard = self.plan.shard(name)
+        bias = self._dense(f"{name}.bias", replace(shard, columns=None))
+        return bias if shard.has_bias else None
+
+    def _dense(self, name: str, shard: Shard = REPLICATED) -> Tensor:
         try:
             tensor = self.tensors(name)
         except KeyError:
             raise InputError(f"the checkpoint has no tensor {name}, which its config.json calls for") from None
+        if shard.rows is not None:
+            parts = [tensor[start:stop] for start, stop in shard.rows]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if shard.columns is not None:
+            tensor = tensor[:, slice(*shard.columns)].contiguous()
         return tensor.to(device=self.device, dtype=self.dtype)
+
+    def _column_step(self, kind: str, in_features: int) -> int:
+        """Input features of modules of a kind that belong together: the groups of what is declared of them."""
+        if self.quantization is None:
+            return 1
+        modules = {name.rpartition(".")[0] for name in self.tensors}
+        schemes = {self.quantization.scheme_for(module) for module in modules if kind_of(module) == kind} - {None}
+        # In activation order each column has its group beside it.
+        return math.lcm(*(one.column_step(in_features) for one in schemes if not one.has_column_groups))
 
     def _check_all_read(self) -> None:
         """A tensor that nothing reads is a model that is not computed as it was stored."""

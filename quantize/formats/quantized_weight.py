@@ -7,7 +7,8 @@ The meaning is always affine, per group of columns:
 
 with q signed: [-8, 7] for 4 bits, [-128, 127] for 8, an e4m3 or e2m1 number for floats; u = q + 2**(bits-1), so that
 Q4_1's and the K blocks' minimum is exact where the scale is zero too. `g(j) = j // group_size`; one group a row is
-per-channel, one scale for the whole tensor is per-tensor; a scale of a block is shared by `block_rows` rows.
+per-channel, one scale for the whole tensor is per-tensor; a scale of a block is shared by `block_rows` rows. Columns
+cut out of a weight in activation order have groups of unequal sizes: there `g(j)` is `column_groups[j]`.
 
 A scale may be a product of two, as NVFP4 and the K blocks of GGUF store it: `scale` itself in few bits, times an
 `outer_scale` that several groups share; `offset` and `outer_offset` likewise.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmq.quantize.formats.packing import e2m1_to, e4m3_to, pack_int32, unpack_int32, unpack_unsigned
+from llmq.quantize.formats.packing import e2m1_to, e4m3_to, pack_int32, pack_unsigned, unpack_int32, unpack_unsigned
 from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
 
 __all__ = [
@@ -42,6 +43,7 @@ _TENSORS = (
     "outer_offset",
     "input_scale",
     "column_order",
+    "column_groups",
 )
 
 
@@ -59,6 +61,7 @@ class QuantizedWeight:
     input_scale: float32 scalar, of a static activation scheme; None otherwise.
     column_order: int64 [in], the input column that each stored column multiplies, of a checkpoint in activation order,
                   whose groups then lie together; None: as they come.
+    column_groups: int64 [in], the group of each stored column where groups are unequal; None: `group_size` in each.
     """
 
     scheme: WeightScheme
@@ -68,6 +71,7 @@ class QuantizedWeight:
     zero_point: Tensor | None = None
     input_scale: Tensor | None = None
     column_order: Tensor | None = None
+    column_groups: Tensor | None = None
     offset: Tensor | None = None
     outer_scale: Tensor | None = None
     outer_offset: Tensor | None = None
@@ -146,14 +150,15 @@ class QuantizedWeight:
         return replace(whole, shape=(stop - start, self.in_features), **parts)
 
     def slice_columns(self, start: int, stop: int) -> "QuantizedWeight":
-        """Input features start to stop - 1, as views. Raises FormatError where they do not end with a group."""
+        """Input features start to stop - 1, as views. Raises FormatError where they do not end with a group.
+
+        Of a weight in activation order, whose groups lie across all of the input, any columns, copied: they are put in
+        the order of the input, each with its group.
+        """
         if not 0 <= start < stop <= self.in_features:
             raise FormatError(f"columns {start} to {stop} of a weight with {self.in_features}")
         if self.column_order is not None:
-            raise FormatError(
-                "a weight in activation order cannot be split along its input: its groups lie across all of it "
-                "(quantize with static groups, or run it whole: --tp 1)"
-            )
+            return self._input_columns(start, stop)
         step = self.column_step
         if start % step or (stop % step and stop != self.in_features):
             sizes = ", ".join(str(size) for size in self.legal_widths)
@@ -162,6 +167,8 @@ class QuantizedWeight:
                 f"({self.scheme.name}) each rank's part must be a multiple of {step}; equal parts: {sizes}"
             )
         parts = {"values": self._value_columns(start, stop)}
+        if self.scheme.strategy == "group" and self.scale.shape[1] == 1:
+            parts["scheme"] = replace(self.scheme, strategy="channel", group_size=None)  # part of the only group
         for name in ("scale", "zero_point", "offset", "outer_scale", "outer_offset"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape[1] > 1:
@@ -170,14 +177,22 @@ class QuantizedWeight:
                 parts[name] = tensor[:, start // columns : -(-stop // columns)]
         return replace(self, shape=(self.out_features, stop - start), **parts)
 
+    def _input_columns(self, start: int, stop: int) -> "QuantizedWeight":
+        """Of a packed weight in activation order."""
+        places = torch.argsort(self.column_order)[start:stop]
+        numbers = unpack_unsigned(self.values, self.scheme.bits, self.in_features).index_select(1, places)
+        return replace(
+            self,
+            shape=(self.out_features, stop - start),
+            values=pack_unsigned(numbers, self.scheme.bits),
+            column_order=None,
+            column_groups=places // self.scheme.group_size,
+        )
+
     @property
     def column_step(self) -> int:
         """Columns may be cut at multiples of this: whole groups (also of an outer scale), and whole words."""
-        steps = [1]
-        if self.scheme.layout == "pack-quantized":
-            steps.append(32 // math.gcd(32, self.scheme.bits))
-        if self.scale.shape[1] > 1:
-            steps.append(self.scheme.group_size)
+        steps = [self.scheme.column_step(self.in_features)]
         for outer in (self.outer_scale, self.outer_offset):
             if outer is not None and outer.shape[1] > 1:
                 steps.append(self.in_features // outer.shape[1])
@@ -213,12 +228,16 @@ class QuantizedWeight:
 
     @property
     def _columns_of_a_scale(self) -> int:
+        if self.column_groups is not None:
+            return 1
         return self.scheme.group_size if self.scheme.strategy in ("group", "block") else self.in_features
 
     def _spread(self, per_group: Tensor) -> Tensor:
         """[rows of scales, groups] -> [out or 1, groups, 1]"""
         if self.scheme.strategy == "block":
             per_group = per_group.repeat_interleave(self.scheme.block_rows, 0)[: self.out_features]
+        if self.column_groups is not None:
+            per_group = per_group.index_select(1, self.column_groups)
         return per_group.unsqueeze(-1)
 
     def _value_columns(self, start: int, stop: int) -> Tensor:

@@ -1,5 +1,6 @@
 """What a quantized linear is, in words and numbers: no tensors, and no torch, so that a check costs no import."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,6 +80,11 @@ class WeightScheme:
     def num_groups(self, in_features: int) -> int:
         """Scales in a row of the weight."""
         return -(-in_features // self.group_size) if self.strategy in ("group", "block") else 1
+
+    def column_step(self, in_features: int) -> int:
+        """Columns may be cut at multiples of this: whole groups, and whole words of packed numbers."""
+        group = self.group_size if self.num_groups(in_features) > 1 else 1
+        return math.lcm(group, 32 // math.gcd(32, self.bits) if self.layout == "pack-quantized" else 1)
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Of the scales of a [out, in] weight."""

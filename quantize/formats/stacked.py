@@ -25,9 +25,11 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     def stacked(name: str) -> Tensor | None:
         if getattr(first, name) is None:
             return None
-        # A scale for the whole tensor becomes one a row.
-        parts = [(getattr(weight, name), weight.out_features) for weight in weights]
-        return torch.cat([part.expand(rows, -1) if part.shape[0] == 1 else part for part, rows in parts])
+        parts = [getattr(weight, name) for weight in weights]
+        if first.scheme.strategy != "block":  # of which one row of scales may be one row of blocks
+            # A scale for the whole tensor becomes one a row.
+            parts = [part.expand(weight.out_features, -1) for part, weight in zip(parts, weights, strict=True)]
+        return torch.cat(parts)
 
     strategy = "channel" if first.scheme.strategy == "tensor" else first.scheme.strategy
     return replace(
@@ -46,6 +48,7 @@ def _are_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
         and (one.outer_scale is None) == (other.outer_scale is None)
         and _equal(one.input_scale, other.input_scale)
         and _equal(one.column_order, other.column_order)
+        and _equal(one.column_groups, other.column_groups)
     )
 
 

@@ -156,6 +156,8 @@ def make_linear(
     merged = stack_rows(weights) if are_packed else None
     if merged is None:
         return SplitLinear([make_linear([w], [b], dtype, native) for w, b in zip(weights, biases, strict=True)])
+    if merged.column_groups is not None:
+        return WeightOnlyLinear(merged, bias, dtype)
     if native and NativeLinear.runs(merged, dtype):
         return NativeLinear(merged, bias)
     if merged.scheme.activation is not None:

@@ -1,6 +1,6 @@
 """The decoder: one forward for every family in `profiles/families.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,20 +13,27 @@ from llmq.runtime.layers.mlp import MLP, Experts
 from llmq.runtime.layers.norm import Norm, softcap
 from llmq.runtime.layers.rope import RotaryEmbedding
 from llmq.runtime.layers.self_attention import SelfAttention, Step
+from llmq.runtime.parallel.vocabulary import SplitVocabulary
 
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """x + scale · after(part(before(x))): half a layer. A norm that is None is not there."""
+    """x + scale · after(part(before(x))): half a layer. A norm that is None is not there.
+
+    all_reduce: where ranks share the part, what sums its result over them.
+    """
 
     part: SelfAttention | MLP | Experts
     before: Norm | None
     after: Norm | None
     scale: float | None
+    all_reduce: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         y = x if self.before is None else self.before(x)
         y = self.part(y, step) if isinstance(self.part, SelfAttention) else self.part(y)
+        if self.all_reduce is not None:
+            y = self.all_reduce(y)
         if self.after is not None:
             y = self.after(y)
         return x + (y if self.scale is None else y * self.scale)
@@ -65,13 +72,15 @@ class Decoder:
         head: OutputHead,
         ropes: Sequence[RotaryEmbedding],
         dense_weights: Mapping[str, Tensor],
+        vocabulary: SplitVocabulary | None = None,
     ) -> None:
-        self.embedding = embedding  # [vocab_size, hidden_size]
+        self.embedding = embedding  # [vocab_size, hidden_size]; of a split vocabulary this rank's words
         self.embedding_scale = embedding_scale
         self.blocks = blocks
         self.final_norm = final_norm
         self.head = head
         self.ropes = ropes
+        self.vocabulary = vocabulary
         self.dense_weights = dense_weights  # by the checkpoint's names: views of what `blocks` multiply with
 
     @property
@@ -94,7 +103,7 @@ class Decoder:
         """Hidden states [num_tokens, hidden_size] after the final norm; of other rows than `inputs.output_rows` what
         they were before the last MLP, which nobody reads."""
         step = Step.of(inputs, store, attention, self.ropes)
-        hidden = self.embedding[inputs.token_ids]
+        hidden = self._embed(inputs.token_ids)
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
         *blocks, last = self.blocks
@@ -107,6 +116,13 @@ class Decoder:
             hidden[rows] = self.final_norm(last(hidden[rows], step))
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]; None on other ranks than the
+        first."""
+        logits = self.head(hidden)
+        return logits if self.vocabulary is None else self.vocabulary.gather(logits)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.vocabulary is None:
+            return self.embedding[token_ids]
+        return self.vocabulary.embed(self.embedding, token_ids)

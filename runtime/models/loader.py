@@ -12,6 +12,8 @@ from llmq.profiles.families import FAMILIES
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kv_store import KVStore
+from llmq.runtime.parallel.collectives import Collectives
+from llmq.runtime.parallel.shard_plan import check_ranks
 from llmq.runtime.weights import DecoderLoader
 
 
@@ -28,8 +30,9 @@ class Model(Protocol):
         read: the others may hold anything."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]; None on ranks but the first,
+        which all have to ask."""
         ...
 
 
@@ -48,11 +51,15 @@ def make_loader(
     device: torch.device,
     batch_invariant: bool = False,
     native: bool = False,
+    collectives: Collectives | None = None,
 ) -> ModelLoader:
-    """The loader of a checkpoint. Raises InputError, before any weight is read, for what cannot run."""
+    """The loader of a checkpoint, or with `collectives` of a rank's part. Raises InputError, before any weight is read,
+    for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
-        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native)
+        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native, collectives)
+    if collectives is not None:
+        check_ranks(checkpoint.architecture, checkpoint.config, collectives.num_ranks)
     if batch_invariant:
         raise InputError(
             f"--batch-invariant: model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, "

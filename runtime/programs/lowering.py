@@ -38,6 +38,8 @@ def lower(decoder: Decoder, store: KVStore) -> Lowered:
         raise NotLoweredError("the native kernels are not there")
     if (dtype := decoder.embedding.dtype) != torch.bfloat16:
         raise NotLoweredError(f"activations are {str(dtype).removeprefix('torch.')}, not bfloat16")
+    if decoder.vocabulary is not None:
+        raise NotLoweredError("ranks share it, and sum by torch")
     return _Lowering(decoder, store).run()
 
 

@@ -11,3 +11,11 @@ LLAMA_8B = {
     "max_position_embeddings": 131_072,
     "torch_dtype": "bfloat16",
 }
+
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}

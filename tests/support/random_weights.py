@@ -1,10 +1,18 @@
-"""Random QuantizedWeights of every kind."""
+"""Random QuantizedWeights of every kind, and checkpoints of them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from llmq.profiles.checkpoint import read_checkpoint
 from llmq.quantize.formats.packing import pack_unsigned
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.registry import writer_for
 from llmq.quantize.formats.scheme import WeightScheme
 
 
@@ -56,3 +64,28 @@ KINDS = st.sampled_from(
         ("float", 8, "block", {"block_rows": 8}),
     ]
 )
+
+
+def quantize_folder(
+    source: Path, target: Path, format_name: str, make_weight: Callable[[int, int, int], QuantizedWeight]
+) -> Path:
+    """Copy the model folder `source`, each linear of its layers as `make_weight(out, in, seed)` in a format."""
+    checkpoint, writer = read_checkpoint(source), writer_for(format_name)
+    tensors, schemes = {}, {}
+    for path in source.glob("*.safetensors"):
+        tensors |= load_file(path)
+    for seed, (name, tensor) in enumerate(sorted(tensors.items())):
+        module = name.removesuffix(".weight")
+        if tensor.dim() != 2 or not module.startswith("model.layers.") or module.endswith(("mlp.gate", "moe.gate")):
+            continue
+        weight = make_weight(*tensor.shape, seed)
+        # About as large as what it replaces.
+        weight = replace(weight, scale=(weight.scale.float() * 0.2 / weight.dequantize().std()).to(weight.scale.dtype))
+        del tensors[name]
+        tensors |= writer.tensors(module, weight)
+        schemes[module] = weight.scheme
+    target.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    config = {**checkpoint.config, "quantization_config": writer.config(schemes, ["lm_head"])}
+    (target / "config.json").write_text(json.dumps(config))
+    return target

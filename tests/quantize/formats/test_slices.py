@@ -80,6 +80,18 @@ def test_stacked_rows_are_the_rows_of_each(case, seed):
     assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
+def test_weights_of_one_row_of_blocks_are_stacked():
+    parts = [make("float", 8, "block", 8, 64, seed, block_rows=8) for seed in range(3)]
+    assert torch.equal(stack_rows(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_a_part_of_the_only_group_is_a_row_of_its_own_scale():
+    weight = make("int", 4, "group", 8, 64, 0, group_size=64, zero="int")
+    part = weight.slice_columns(16, 32)
+    assert part.scheme.strategy == "channel"
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, 16:32])
+
+
 def test_what_differs_is_not_stacked():
     weight = make("int", 4, "group", 8, 64, 0, order=True)
     other = replace(weight, column_order=weight.column_order.flip(0))
@@ -94,8 +106,17 @@ def test_a_slice_inside_a_group_is_refused_with_the_sizes_that_work():
     assert weight.column_step == 64
     with pytest.raises(FormatError, match="multiple of 64; equal parts: 576, 192, 64"):
         weight.slice_columns(0, 288)
-    with pytest.raises(FormatError, match="activation order"):
-        make("int", 4, "group", 8, 64, 0, order=True).slice_columns(0, 32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(bits=st.sampled_from([2, 3, 4, 8]), zero=st.sampled_from([None, "int"]), seed=st.integers(0, 99), data=st.data())
+def test_columns_of_a_weight_in_activation_order(bits, zero, seed, data):
+    weight = make("int", bits, "group", 8, 96, seed, zero=zero, order=True)
+    start = data.draw(st.integers(0, 95))
+    stop = data.draw(st.integers(start + 1, 96))
+    part = weight.slice_columns(start, stop)
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, start:stop])
+    assert torch.equal(part.slice_rows(2, 5).dequantize(), weight.dequantize()[2:5, start:stop])
 
 
 def test_slices_share_the_memory_of_the_whole():

@@ -1,0 +1,83 @@
+"""What ranks do together: sums and gathers, the same calls in the same order on each."""
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmq.profiles.errors import FailedError
+
+# A rank that is gone is noticed by its connection; this is only longer than any step.
+TIMEOUT = timedelta(hours=1)
+
+
+class LostPeerError(FailedError):
+    """A collective that cannot end, since another rank has."""
+
+
+class Collectives(Protocol):
+    rank: int
+    num_ranks: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, the same bits on each; may be x itself, changed in place."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """Every rank's x, which are alike in shape, on rank 0; None on others."""
+        ...
+
+
+class ProcessGroup:
+    """Ranks that are processes of this machine: NCCL between CUDA devices, else gloo over the loopback interface."""
+
+    def __init__(self, rank: int, num_ranks: int, *, in_order: bool = False) -> None:
+        """in_order: sum in the order of ranks, in float32, so that no number depends on where it lies in the tensor."""
+        self.rank, self.num_ranks = rank, num_ranks
+        self.counts: Counter[str] = Counter()
+        self._in_order = in_order
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self, meeting_point: Path, device: torch.device) -> None:
+        """Wait for all ranks. `meeting_point`: a file that only they can reach, and that is not there yet."""
+        store = dist.FileStore(str(meeting_point), self.num_ranks)
+        if device.type == "cuda":
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, dist.ProcessGroupNCCL.Options())
+            return
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = TIMEOUT
+        options._threads = 1
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.counts["all_reduce"] += 1
+        x = x.contiguous()
+        if not self._in_order:
+            self._wait(self._group.allreduce([x]))
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
+        self._wait(self._group.allgather([parts], [x]))
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        self.counts["gather"] += 1
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
+        self._wait(self._group.gather([parts] if parts else [], [x.contiguous()], options))
+        return parts
+
+    @staticmethod
+    def _wait(work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostPeerError(f"a collective of the ranks failed: {str(error).splitlines()[0]}") from None

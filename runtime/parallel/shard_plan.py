@@ -1,0 +1,190 @@
+"""What each rank of a tensor-parallel engine holds of each parameter, as data. No torch: asked before a start.
+
+Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053, section 3): the linears that read the residual stream are split by
+their output features (colwise), those that write to it by their input features (rowwise), so that attention's heads and
+the MLP's features stay on one rank and a layer needs one sum over ranks behind each of the two.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.errors import InputError
+from llmq.profiles.families import DecoderFamily
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a module: its output features, one range after the other, and its input features; None: all."""
+
+    way: Literal["replicated", "colwise", "rowwise", "vocabulary"] = "replicated"
+    rows: tuple[Range, ...] | None = None
+    columns: Range | None = None
+    has_bias: bool = True  # of a sum over ranks the bias is a part once: rank 0's
+
+
+REPLICATED = Shard()
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Rank `rank` of `num_ranks` that share a decoder of `family`.
+
+    Experts are split like an MLP, each on its intermediate size: all ranks compute the same routing and have the same
+    work, however the tokens fall. A KV head that there are too few of is held by several ranks.
+    """
+
+    architecture: ModelArchitecture
+    family: DecoderFamily
+    config: Mapping[str, Any]
+    num_ranks: int = 1
+    rank: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries, on this rank."""
+        return self.architecture.num_attention_heads // self.num_ranks
+
+    @property
+    def num_kv_heads(self) -> int:
+        return max(1, self.architecture.num_kv_heads // self.num_ranks)
+
+    @property
+    def kv_copies(self) -> int:
+        """Ranks that hold the same KV head."""
+        return max(1, self.num_ranks // self.architecture.num_kv_heads)
+
+    @property
+    def vocabulary(self) -> Range:
+        """Words whose rows of embedding and head are here; ranks differ by at most one word."""
+        return self._share(self.architecture.vocab_size)
+
+    @property
+    def vocabularies(self) -> list[Range]:
+        """Of all ranks."""
+        return [replace(self, rank=rank).vocabulary for rank in range(self.num_ranks)]
+
+    def shard(self, module_name: str) -> Shard:
+        """Of a module by its name in the checkpoint."""
+        if self.num_ranks == 1:
+            return REPLICATED
+        return self._table.get(kind_of(module_name), REPLICATED)
+
+    @property
+    def split_inputs(self) -> dict[str, int]:
+        """Input features, of all ranks together, of the kinds of modules that are split by them."""
+        heads, layer = self.architecture.num_attention_heads, self.architecture.keys[0]
+        mlps = {f"layer.{out}": width for width, _, out in _mlps(self.architecture, self.family, self.config)}
+        return {f"layer.{self.family.o}": heads * layer.head_dim_v, **mlps}
+
+    @cached_property
+    def _table(self) -> dict[str, Shard]:
+        """Kinds of modules (`kind_of`) that are split."""
+        family, layer, kv_heads = self.family, self.architecture.keys[0], self.architecture.num_kv_heads
+        vocabulary = Shard("vocabulary", rows=(self.vocabulary,))
+        heads = self._share(self.architecture.num_attention_heads)
+        first = self.rank * kv_heads // self.num_ranks
+        kv = (first, first + self.num_kv_heads)
+        parts = [_times(heads, layer.head_dim_k), _times(kv, layer.head_dim_k), _times(kv, layer.head_dim_v)]
+        whole = [self.architecture.num_attention_heads * layer.head_dim_k]
+        whole += [kv_heads * layer.head_dim_k, kv_heads * layer.head_dim_v]
+        table = {"model.embed_tokens": vocabulary, "lm_head": vocabulary, **_colwise(family.qkv, parts, whole)}
+        if family.qk_norm == "projection":
+            table |= _colwise(("self_attn.q_norm", "self_attn.k_norm"), parts[:2], whole[:2])
+        table[f"layer.{family.o}"] = self._rowwise(_times(heads, layer.head_dim_v))
+        for width, wide, out in _mlps(self.architecture, family, self.config):
+            siblings = 1 + family.gated
+            table |= _colwise(wide, [self._share(width)] * siblings, [width] * siblings)
+            table[f"layer.{out}"] = self._rowwise(self._share(width))
+        return table
+
+    def _share(self, total: int) -> Range:
+        return total * self.rank // self.num_ranks, total * (self.rank + 1) // self.num_ranks
+
+    def _rowwise(self, columns: Range) -> Shard:
+        return Shard("rowwise", columns=columns, has_bias=self.rank == 0)
+
+
+def valid_ranks(architecture: ModelArchitecture, config: Mapping[str, Any]) -> list[int]:
+    """Numbers of ranks that a decoder of llmq's own can be split into, by its heads and its MLPs' widths."""
+    widths = [width for width, _, _ in _mlps(architecture, architecture.family, config)]
+    return [n for n in architecture.valid_tensor_parallel if not any(width % n for width in widths)]
+
+
+def check_ranks(
+    architecture: ModelArchitecture,
+    config: Mapping[str, Any],
+    num_ranks: int,
+    column_step: Callable[[str, int], int] = lambda name, in_features: 1,
+) -> None:
+    """Raises InputError, with the numbers that work, for ranks that a model cannot be split into.
+
+    column_step: of a kind of module ("layer.mlp.down_proj") and its input features, how many of them share a scale and
+    so belong together.
+    """
+    if num_ranks == 1:
+        return
+    family = architecture.family
+    if family is None:
+        raise InputError(
+            f"--tp {num_ranks}: model_type {architecture.model_type!r} runs by transformers' own code, which llmq does "
+            "not split over ranks; leave --tp away"
+        )
+    by_shape = valid_ranks(architecture, config)
+    inputs = ShardPlan(architecture, family, config).split_inputs
+    steps = {name: column_step(name, width) for name, width in inputs.items()}
+    valid = [n for n in by_shape if n == 1 or not any(inputs[name] // n % step for name, step in steps.items())]
+    if num_ranks in valid:
+        return
+    works = f"valid: {', '.join(map(str, valid))}"
+    if num_ranks not in by_shape:
+        widths = sorted({width for width, _, _ in _mlps(architecture, family, config)})
+        raise InputError(
+            f"--tp {num_ranks} does not split {architecture.num_attention_heads} heads, {architecture.num_kv_heads} KV "
+            f"heads and an MLP of {' and '.join(map(str, widths))} features evenly; {works}"
+        )
+    name, step = next((name, step) for name, step in steps.items() if inputs[name] // num_ranks % step)
+    raise InputError(
+        f"--tp {num_ranks}: a rank would take {inputs[name] // num_ranks} of the {inputs[name]} input features of "
+        f"{name.removeprefix('layer.')}, and {step} of them belong together; {works}"
+    )
+
+
+def _times(heads: Range, size: int) -> Range:
+    return heads[0] * size, heads[1] * size
+
+
+def _colwise(names: tuple[str, ...], parts: list[Range], whole: list[int]) -> dict[str, Shard]:
+    """`parts` of siblings of `whole` rows each; under one name they are stored one after the other."""
+    if len(names) > 1:
+        return {f"layer.{name}": Shard("colwise", (part,)) for name, part in zip(names, parts, strict=True)}
+    starts = [sum(whole[:index]) for index in range(len(whole))]
+    rows = tuple((start + first, start + last) for start, (first, last) in zip(starts, parts, strict=True))
+    return {f"layer.{names[0]}": Shard("colwise", rows)}
+
+
+def kind_of(module_name: str) -> str:
+    """`model.layers.3.mlp.experts.5.up_proj` -> `layer.mlp.experts.*.up_proj`"""
+    return re.sub(r"\.\d+\.", ".*.", re.sub(r"^model\.layers\.\d+\.", "layer.", module_name))
+
+
+def _mlps(
+    architecture: ModelArchitecture, family: DecoderFamily, config: Mapping[str, Any]
+) -> list[tuple[int, tuple[str, ...], str]]:
+    """Width, first linears and last linear of each kind of MLP that a decoder has."""
+    experts, mlps = family.experts, []
+    layers = range(architecture.num_layers)
+    if experts is not None and any(experts.has_layer(layer, config) for layer in layers):
+        names = f"{experts.experts}.*"
+        wide = (f"{names}.{experts.gate}", f"{names}.{experts.up}")
+        mlps.append((experts.intermediate_size.of(config), wide, f"{names}.{experts.down}"))
+    if experts is None or not all(experts.has_layer(layer, config) for layer in layers):
+        if architecture.intermediate_size is None:
+            raise InputError("config.json: intermediate_size is missing or not a whole number")
+        mlps.append((architecture.intermediate_size, family.mlp_in, family.mlp_out))
+    return mlps
