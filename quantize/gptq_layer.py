@@ -15,9 +15,11 @@ from llmq.quantize.rounding import range_grid, saturated_share
 MEASURED_ROWS = 256
 
 
-def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcome:
+def quantize_layer(
+    work: LayerWork, damping: float | None = None, statistics: dict[str, InputStatistics] | None = None
+) -> LayerOutcome:
     """GPTQ as a method. damping: as a share of the Hessian's mean diagonal (None: `default_damping`); raised where that
-    does not factorize.
+    does not factorize. statistics: of the inputs of all that is quantized, used up; None: they are measured.
 
     Each is rounded for the inputs that the layers before this one, rounded, and its own linears, unrounded, give it. To
     run the layer again after each of q/k/v, o and gate/up (the paper's code has it as "true sequential") was tried on
@@ -26,7 +28,7 @@ def quantize_layer(work: LayerWork, damping: float | None = None) -> LayerOutcom
     warning that says so.
     """
     outcome = LayerOutcome()
-    statistics = work.measure()
+    statistics = work.measure() if statistics is None else statistics
     while statistics:
         names = _of_one_product(statistics, work.schemes)
         inputs = [statistics.pop(name) for name in names][0]  # noqa: RUF015 - all of them are taken out

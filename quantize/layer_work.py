@@ -69,6 +69,12 @@ class InputStatistics:
         """E|x|, [in]"""
         return self._sum_abs / max(self.num_tokens, 1)
 
+    def divide(self, s: Tensor) -> None:
+        """Make them those of x / s, s [in] positive: what the input becomes when its source takes the scales."""
+        self._outer.div_(s).div_(s[:, None])
+        self._sum_abs /= s
+        self.max_abs = self.max_abs / s
+
     @property
     def num_dead(self) -> int:
         """Input channels that are zero for every token."""
@@ -97,7 +103,24 @@ class InputSample:
         return torch.cat(self._kept)
 
 
-T = TypeVar("T", InputStatistics, InputSample)
+class SampledStatistics(InputStatistics):
+    """Running statistics, and some of the tokens that they are of."""
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu", tokens_per_call: int = 32):
+        super().__init__(in_features, device)
+        self._sample = InputSample(in_features, device, tokens_per_call)
+
+    def add(self, x: Tensor) -> None:
+        super().add(x)
+        self._sample.add(x)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[num_kept, in_features], as they were seen."""
+        return self._sample.tokens
+
+
+T = TypeVar("T", InputStatistics, InputSample, SampledStatistics)
 
 
 @dataclass(frozen=True)
@@ -135,6 +158,11 @@ class LayerWork:
     def sample_inputs(self, names: Iterable[str], num_tokens: int) -> dict[str, InputSample]:
         """About `num_tokens` tokens of the inputs of `names`, from all samples alike; linears share as in `measure`."""
         return self._watch(names, partial(InputSample, tokens_per_call=max(1, num_tokens // len(self.samples))))
+
+    def measure_and_sample(self, num_tokens: int) -> dict[str, SampledStatistics]:
+        """`measure` of all that is quantized, with about `num_tokens` of the tokens."""
+        tokens_per_call = max(1, num_tokens // len(self.samples))
+        return self._watch(self.schemes, partial(SampledStatistics, tokens_per_call=tokens_per_call))
 
     def _watch(self, names: Iterable[str], make: Callable[[int, torch.device], T]) -> dict[str, T]:
         recorder = _InputRecorder({name: self.linear(name) for name in names}, make)

@@ -49,17 +49,6 @@ def round_tokens(x: Tensor) -> Tensor:
     return (x / scale).round_().clamp_(-128, 127).mul_(scale)
 
 
-def product_error(
-    tokens: Tensor, weights: Sequence[Tensor], s: Tensor, scheme: WeightScheme, dtype: torch.dtype
-) -> float:
-    """sum |Q(x / s) Q(W s)^T - x W^T|^2 over tokens [n, in] and weights ([out_i, in]): not finite where s is not."""
-    x = round_tokens(tokens / s)
-    return sum(
-        float((x @ round_trip(weight * s, scheme, dtype).T - tokens @ weight.T).square_().sum(dtype=torch.float64))
-        for weight in weights
-    )
-
-
 def search_smoothing(
     weights: Sequence[Tensor],
     tokens: Tensor,
@@ -77,15 +66,22 @@ def search_smoothing(
     """
     max_weight = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     most = max(1, SEARCH_ROWS // len(weights))
-    rows = [weight[:: -(-len(weight) // most)] for weight in weights]
-    energy = sum(float((tokens @ weight.T).square().sum(dtype=torch.float64)) for weight in rows) or 1.0
+    rows = torch.cat([weight[:: -(-len(weight) // most)] for weight in weights])
+    exact = tokens @ rows.T
+    energy = float(exact.square().sum(dtype=torch.float64)) or 1.0
+
+    def error_of(s: Tensor) -> float:
+        """Not finite where s is not."""
+        product = round_tokens(tokens / s) @ round_trip(rows * s, scheme, dtype).T
+        return float(product.sub_(exact).square_().sum(dtype=torch.float64)) / energy
+
     ones = torch.ones_like(max_input)
-    unscaled = product_error(tokens, rows, ones, scheme, dtype) / energy
+    unscaled = error_of(ones)
     best = Smoothing(ones, None, unscaled if len(alphas) > 1 else float("inf"), unscaled, 0)
     unusable = 0
     for alpha in alphas:
         s = realize(smoothing_scales(max_input, max_weight, alpha))
-        error = None if s is None else product_error(tokens, rows, s, scheme, dtype) / energy
+        error = None if s is None else error_of(s)
         if error is None or not error < float("inf"):
             unusable += 1
         elif error < best.error:

@@ -74,10 +74,14 @@ def e4m3_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.device.type != "cpu":
         return values.to(dtype)
     bits = values.view(torch.uint8).to(torch.int16)
-    moved = ((bits & 0x7F) << 4) | ((bits & 0x80) << 8)
-    number = moved.view(torch.bfloat16) * 2.0**120
+    moved = bits & 0x7F
     # e4m3fn has one NaN a sign, all exponent and mantissa bits set, which would come out as 480.
-    return number.masked_fill_((bits & 0x7F) == 0x7F, float("nan")).to(dtype)
+    is_nan = moved == 0x7F
+    moved <<= 4
+    bits &= 0x80
+    bits <<= 8
+    moved |= bits
+    return moved.view(torch.bfloat16).mul_(2.0**120).masked_fill_(is_nan, float("nan")).to(dtype)
 
 
 def e2m1_to(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -497,3 +497,16 @@ def test_what_was_left_alone_is_compared_byte_by_byte(source, run_quantize, tmp_
     with pytest.raises(FailedError, match="was to be left alone, and is not what it is in"):
         run_quantize(source, tmp_path / "out", "rtn")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("method", ["rtn", "fp8"])
+def test_a_number_that_is_not_finite_ends_the_run(source, run_quantize, tmp_path, name, value, method):
+    folder = copy_of(source, tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[37] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FailedError, match="not finite"):
+        run_quantize(folder, tmp_path / "out", method)
+    assert not (tmp_path / "out").exists()

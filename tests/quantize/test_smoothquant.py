@@ -4,7 +4,9 @@ import pytest
 import torch
 from layer_bench import ALL, GQA_9_3, LayerBench
 
+from llmq.quantize import gptq_layer
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
+from llmq.quantize.layer_work import LayerOutcome
 from llmq.quantize.rounding import round_trip
 from llmq.quantize.smoothquant import round_tokens, search_smoothing, smoothing_scales
 from llmq.quantize.smoothquant_layer import quantize_layer, smooth_layer
@@ -81,6 +83,28 @@ def test_smoothing_is_an_identity_before_rounding(tiny_llama, config, alpha):
             assert (bench.addition(layer, sample) - original).abs().max() < 1e-4 * original.abs().max()
         for name, stored in changed.items():
             assert torch.equal(layer.get_parameter(name), stored.to(torch.float32))
+
+
+@pytest.mark.parametrize("config", [{}, GQA_9_3], ids=["llama", "9:3"])
+def test_what_gptq_reads_after_smoothing_is_what_the_smoothed_layer_shows(tiny_llama, config, monkeypatch):
+    bench, seen = LayerBench(tiny_llama(**config)), {}
+    with bench.stream.layer(bench.index) as layer:
+        work = bench.work(layer, scheme=W8A8)
+
+        def compare(work, statistics):
+            measured = work.measure()
+            assert statistics.keys() == measured.keys()
+            for name, expected in measured.items():
+                for attribute in ("gram", "mean_abs", "max_abs"):
+                    own, other = getattr(statistics[name], attribute), getattr(expected, attribute)
+                    assert (own - other).abs().max() < 1e-4 * other.abs().max()
+                seen[name] = statistics[name].num_tokens == expected.num_tokens
+            return LayerOutcome()
+
+        monkeypatch.setattr(gptq_layer, "quantize_layer", compare)
+        outcome = quantize_layer(work)
+    assert any(scaling.alpha is not None for scaling in outcome.scalings)
+    assert seen == dict.fromkeys(ALL, True)
 
 
 def test_a_layer_in_int8_is_nearer_to_the_original_than_without_smoothing(tiny_llama):
