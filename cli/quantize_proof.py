@@ -19,7 +19,9 @@ def prove(report: "QuantizationReport", out: Path, device: str) -> "Quantization
     from llmq.quantize.report_files import write_report
 
     try:
-        proof = measure(Path(report.source), out, device)
+        # Scales moved and nothing rounded: what 16 bit of the original loses would hide that this changes nothing.
+        dtype = "fp32" if report.bits_per_quantized_weight is None else "auto"
+        proof = measure(Path(report.source), out, device, dtype)
     except (InputError, FailedError) as error:
         console.warn(f"no proof against the original: {error}")
         return report
@@ -28,15 +30,15 @@ def prove(report: "QuantizationReport", out: Path, device: str) -> "Quantization
     return report
 
 
-def measure(original: Path, quantized: Path, device: str) -> dict[str, Any]:
-    """Both through llmq's runtime, as `llmq eval --baseline` does."""
+def measure(original: Path, quantized: Path, device: str, dtype: str = "auto") -> dict[str, Any]:
+    """Both through llmq's runtime, as `llmq eval --baseline` does. dtype: of both; "auto": each computes in its own."""
     from llmq.cli.eval_text import run_text
     from llmq.evals.evaluation import resolve_window
     from llmq.evals.numerics import Numerics
     from llmq.quantize.builtin_text import builtin_text
 
     window = resolve_window(original, None)
-    numerics = Numerics(device="cuda" if device.startswith("cuda") else device)
+    numerics = Numerics(dtype=dtype, device="cuda" if device.startswith("cuda") else device)
     _, evaluation = run_text(
         quantized, builtin_text("heldout"), TEXT, original, numerics, (min(WINDOW, window), None, NUM_WINDOWS)
     )

@@ -74,6 +74,7 @@ class AwqLayer:
             error=choice.error,
             unscaled_error=choice.unscaled_error,
             num_unusable=choice.num_unusable,
+            num_sharing=self.folding.num_sharing(mapping),
         )
 
     def _layer_error(self, mapping: ScaleMapping) -> Callable[[Tensor], float]:

@@ -141,6 +141,7 @@ def as_result(
                 error=scaling.error,
                 unscaled_error=scaling.unscaled_error,
                 num_unusable=scaling.num_unusable,
+                num_sharing=scaling.num_sharing,
             )
         )
     return result

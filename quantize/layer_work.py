@@ -246,6 +246,7 @@ class ScalingOutcome:
     error: float | None = None
     unscaled_error: float | None = None
     num_unusable: int = 0
+    num_sharing: int = 1  # query heads that share the scales of the KV head they read
 
 
 @dataclass

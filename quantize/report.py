@@ -44,6 +44,7 @@ class ScalingReport:
     error: float | None = None
     unscaled_error: float | None = None
     num_unusable: int = 0  # candidates not finite in the stored dtype
+    num_sharing: int = 1  # query heads that share the scales of the KV head they read
 
 
 @dataclass(frozen=True)

@@ -212,5 +212,12 @@ def _scaling(one: dict[str, Any]) -> dict[str, str]:
         "alpha": number(one["alpha"], ".2f"),
         "before": number(one["unscaled_error"], ".3%"),
         "after": number(one["error"], ".3%"),
-        "note": one["skipped"] or ("" if one["alpha"] is not None else "no scaling was better than any"),
+        "note": one["skipped"] or _note(one),
     }
+
+
+def _note(scaling: dict[str, Any]) -> str:
+    if scaling["alpha"] is None:
+        return "no scaling was better than any"
+    sharing = scaling.get("num_sharing", 1)
+    return f"{sharing} query heads share the scales of the KV head they read" if sharing > 1 else ""

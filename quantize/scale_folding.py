@@ -59,6 +59,10 @@ class ScaleFolding:
         vector.copy_(stored)
         return {name: stored}
 
+    def num_sharing(self, mapping: ScaleMapping) -> int:
+        """The query heads that have one scale for each channel together: those that read one KV head."""
+        return self._queries_per_kv_head(mapping) if mapping.kind == "heads" else 1
+
     @contextmanager
     def checked(self, method: str) -> Iterator[None]:
         """What is folded inside must not change what the layer adds to the beginning of its first sample. Raises

@@ -55,6 +55,7 @@ def _smooth_layer(
                     error=found.error,
                     unscaled_error=found.unscaled_error,
                     num_unusable=found.num_unusable,
+                    num_sharing=folding.num_sharing(mapping),
                 )
             )
             if found.alpha is not None:

@@ -141,6 +141,15 @@ def test_a_dry_run_prints_what_was_skipped(llmq, tiny_llama, calib, tmp_path):
     assert "in the linears" not in out
 
 
+def test_a_dry_run_is_held_against_the_original_in_float32(llmq, tiny_llama, calib, tmp_path):
+    command = ["quantize", tiny_llama(dtype="bfloat16"), "--smoothquant", "--dry-quant", "--alpha", "0.5"]
+    code, out, _ = llmq(*command, "--calib", calib, "--json", "-o", tmp_path / "q")
+    assert code == 0
+    proof = json.loads(out)["proof"]
+    assert proof["num_positions"] > 100
+    assert proof["mean_kl"] < 1e-6  # in bfloat16 the original itself is further than that from its float32
+
+
 def test_an_interruption_says_what_is_kept(llmq, tiny_llama, calib, tmp_path, monkeypatch):
     from llmq.quantize.work_folder import WorkFolder
 

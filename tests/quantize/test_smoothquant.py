@@ -76,6 +76,8 @@ def test_smoothing_is_an_identity_before_rounding(tiny_llama, config, alpha):
         before = [bench.addition(layer, sample) for sample in bench.samples]
         changed, scalings = smooth_layer(bench.work(layer, scheme=W8A8), alpha)
         assert all(scaling.skipped is None for scaling in scalings)
+        heads = layer.self_attn.o_proj.in_features // layer.self_attn.v_proj.out_features
+        assert [scaling.num_sharing for scaling in scalings] == [1, heads, 1, 1]
         if alpha is not None:
             assert {scaling.alpha for scaling in scalings} == {alpha}
         assert any(scaling.alpha is not None for scaling in scalings)
