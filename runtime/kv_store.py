@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout, KVCacheSpec
 from llmq.runtime.kv_codec import SCALE_DTYPE, KVCodec, make_codec
+
+_LINE_BYTES = 64
 
 # layer -> the static scales of its K and of its V
 StaticScales = Mapping[int, tuple[float, float]]
@@ -61,8 +64,7 @@ class KVStore:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        # zeros, as after `clear_blocks`. On a CPU the pages are only committed when they are written.
-        self._blocks = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+        self._blocks = _zeros(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
         self._parts: dict[int, tuple[StoredPart, StoredPart]] = {}
         for group in layout.groups:
             offset = 0
@@ -124,3 +126,13 @@ class KVStore:
     def _view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
         end = offset + torch.Size(shape).numel() * dtype.itemsize
         return self._blocks[:, offset:end].view(dtype).unflatten(1, shape), end
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """As after `clear_blocks`, on a cache line. On a CPU pages are committed when they are first written: torch.zeros
+    writes all of them, which of a pool of 4 GiB takes a second or more, and the memory from whoever else needs it."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = np.zeros(num_bytes + _LINE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes])
