@@ -8,7 +8,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from llmq.runtime.config import EngineConfig
+    from llmq.runtime.config import EngineConfig, Speculation
 
 # A verb's parameter is declared as `dtype: Dtype = "auto"`; what it is without being given is the verb's.
 Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or an alias as smollm2-135m.")]
@@ -23,6 +23,20 @@ MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed i
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Kernels = Annotated[str, typer.Option(help="Of a CPU: auto, torch, native.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens and verify several in one step: ngram (as the text went on before), or auto: by n-grams, as "
+        "many as are worth their time. No token changes.",
+        show_default=False,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=64, help="Guessed for a request at once, at most.  [default: 4; 8 with auto]", show_default=False
+    ),
+]
 ServedModelName = Annotated[
     str | None, typer.Option(help="What requests call the model. Default: the folder's name, or the id as given.")
 ]
@@ -67,3 +81,17 @@ def check_device(device: str) -> None:
 def check_kernels(kernels: str) -> None:
     if kernels not in ("auto", "torch", "native"):
         raise InputError(f"--kernels {kernels}: one of auto, torch, native")
+
+
+def speculation(method: str | None, num_tokens: int | None) -> "Speculation | None":
+    """Raises InputError."""
+    from llmq.runtime.config import Speculation
+
+    if method is None:
+        if num_tokens is not None:
+            raise InputError(f"--num-speculative-tokens {num_tokens}: nothing is guessed without --speculative")
+        return None
+    if method not in ("ngram", "auto"):
+        raise InputError(f"--speculative {method}: one of ngram, auto")
+    adaptive = method == "auto"
+    return Speculation(method="ngram", num_tokens=num_tokens or (8 if adaptive else 4), adaptive=adaptive)

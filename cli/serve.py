@@ -49,6 +49,8 @@ def serve(
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
+    speculative: options.Speculative = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
     ] = False,
@@ -145,6 +147,7 @@ def serve(
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),
+        speculation=options.speculation(speculative, num_speculative_tokens),
         threads=threads,
     )
     proven = _read_proof(proof)

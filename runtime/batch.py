@@ -37,6 +37,15 @@ class RunnerRequest:
             forks.append(fork)
         return [self, *forks]
 
+    def with_drafts(self, draft_token_ids: Sequence[int]) -> "list[RunnerRequest]":
+        """Itself, and as it is after the first draft, the first two, …: what the step's last rows are sampled for."""
+        views = [self]
+        for count in range(1, len(draft_token_ids) + 1):
+            view = copy.copy(self)
+            view.token_ids = [*self.token_ids, *draft_token_ids[:count]]
+            views.append(view)
+        return views
+
     def scored_positions(self, item: ScheduledRequest) -> range:
         """Positions of `item` whose logits score a prompt token: that of p is predicted at p - 1."""
         if not self.score_prompt:
@@ -81,7 +90,10 @@ class BatchInputs:
         query_start_loc = list(itertools.accumulate(counts, initial=0))
         spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens) for item in items]
         num_tokens, owners = query_start_loc[-1], np.repeat(np.arange(len(items)), counts)
-        scheduled = (request.token_ids[start:end] for request, (start, end) in zip(requests, spans, strict=True))
+        scheduled = (
+            itertools.chain(request.token_ids[start:end], item.draft_token_ids)
+            for item, request, (start, end) in zip(items, requests, spans, strict=True)
+        )
         token_ids = np.fromiter(itertools.chain.from_iterable(scheduled), dtype=np.int64, count=num_tokens)
         behind = np.array([start - row for (start, _), row in zip(spans, query_start_loc, strict=False)])
         positions = np.arange(num_tokens) + behind[owners]
@@ -123,7 +135,7 @@ def _output_rows(
     for item, request, begin, end in zip(items, requests, query_start_loc, query_start_loc[1:], strict=False):
         rows += [begin + position - item.num_computed_tokens for position in request.scored_positions(item)]
         if item.samples:
-            rows.append(end - 1)
+            rows += range(end - 1 - len(item.draft_token_ids), end)
     return None if len(rows) == query_start_loc[-1] else torch.tensor(rows, dtype=torch.int64, device=device)
 
 

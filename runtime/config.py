@@ -7,6 +7,14 @@ import msgspec
 from llmq.profiles.slo import Slo
 
 
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are guessed, to be verified several at once."""
+
+    method: Literal["ngram"]
+    num_tokens: int = 4  # guessed at most, for each request and step
+    adaptive: bool = False  # only those that are worth their time: see `speculative.policy`
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is started with. `model` is a resolved local folder. None means: decided at start, and said."""
 
@@ -24,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
     slo: Slo | None = None  # of ttft and tpot: kept by small enough steps and by shedding; see `policy.SloPolicy`
+    speculation: Speculation | None = None
     threads: int | None = None
     seed: int = 0  # of requests that bring none
     check_integrity: bool = False  # verify the block pool's invariants after every step

@@ -16,6 +16,7 @@ import torch
 from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
+from llmq.profiles.step_cost import StepCostModel
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, runs_native
@@ -30,7 +31,7 @@ from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, plan_kv_cache
 from llmq.runtime.model_runner import LogitsObserver, ModelRunner
 from llmq.runtime.models.loader import ModelLoader, make_loader
 from llmq.runtime.pacer import Pacer
-from llmq.runtime.policy import SloPolicy, StepPolicy
+from llmq.runtime.policy import StepPolicy
 from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
 from llmq.runtime.queue_clock import QueueClock
@@ -40,6 +41,8 @@ from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
+from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.speculative.policy import DraftPolicy
 from llmq.runtime.trial_steps import pace_of, run_trial, slo_policy_of
 
 
@@ -53,14 +56,14 @@ class Engine:
         info: EngineInfo,
         config: EngineConfig,
         *,
-        slo_policy: SloPolicy | None = None,
+        pacer: Pacer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slo_policy` sets the scheduler's numbers before each step. `clock`: that of requests' `arrival_time_s`."""
+        """`pacer` sets the scheduler's numbers before each step. `clock`: that of requests' `arrival_time_s`."""
         self.scheduler = scheduler
         self.executor = executor
         self.info = info
-        self._pacer = None if slo_policy is None else Pacer(slo_policy, clock)
+        self._pacer = pacer
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
         self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
@@ -177,7 +180,9 @@ class Engine:
             num_deferrals=self.scheduler.admission.num_deferrals,
             step_max_tokens=self.scheduler.policy.max_num_batched_tokens,
             step_max_seqs=self.scheduler.policy.max_num_seqs,
-            step_spread=1.0 if self._pacer is None else self._pacer.policy.spread,
+            step_spread=1.0 if self._pacer is None or self._pacer.slo is None else self._pacer.slo.spread,
+            draft_tokens=self.scheduler.num_draft_tokens,
+            accepted_draft_tokens=self.scheduler.num_accepted_tokens,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:
@@ -247,13 +252,22 @@ def _build(config: EngineConfig) -> Engine:
     )
     group_size = architecture.num_attention_heads // architecture.num_kv_heads
     program = make_program(model, store, TORCH_DTYPES[dtypes.dtype], group_size, config.batch_invariant, is_native)
-    runner = ModelRunner(program, store, Sampler(eos, grammar_mask), device)
+    speculation = config.speculation
+    drafter = None if speculation is None else NgramDrafter()
+    runner = ModelRunner(program, store, Sampler(eos, grammar_mask), device, drafter)
     executor = InProcessExecutor(runner)
-    slo_policy = pace = None
-    if config.slo is not None:
+    pacer = slo_policy = draft_policy = pace = None
+    if config.slo is not None or (speculation is not None and speculation.adaptive):
         trial = run_trial(executor, plan, architecture.vocab_size, policy)
-        slo_policy = slo_policy_of(config.slo, policy, trial)
-        pace = pace_of(slo_policy, trial, plan.max_model_len)
+        step_costs = StepCostModel(trial.cost)
+        if config.slo is not None:
+            slo_policy = slo_policy_of(config.slo, policy, trial, step_costs)
+            pace = pace_of(slo_policy, trial, plan.max_model_len)
+        if speculation is not None:
+            draft_policy = DraftPolicy(speculation.num_tokens, step_costs)
+        pacer = Pacer(step_costs, policy, time.monotonic, slo=slo_policy, drafts=draft_policy)
+    elif speculation is not None:
+        policy = msgspec.structs.replace(policy, num_draft_tokens=speculation.num_tokens)
     info = EngineInfo(
         model=config.model,
         vocab_size=architecture.vocab_size,
@@ -269,7 +283,7 @@ def _build(config: EngineConfig) -> Engine:
         pace=pace,
     )
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
-    return Engine(scheduler, executor, info, config, slo_policy=slo_policy)
+    return Engine(scheduler, executor, info, config, pacer=pacer)
 
 
 def _fingerprint(

@@ -118,6 +118,10 @@ class KVCacheManager:
         self._num_registered.setdefault(name, [0] * len(self.groups))
         return True
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether any request could be given `num_tokens` more now, wherever they begin."""
+        return sum(-(-num_tokens // size) + 1 for size in self._block_tokens) <= self.pool.num_free_blocks
+
     def blocks_to_admit(self, request: Request, hit: PrefixHit) -> int:
         """Free blocks that the whole of `request` as it stands will take beyond its prefix hit."""
         revived = sum(b is not None and not b.ref_count for blocks in hit.blocks for b in blocks)

@@ -15,6 +15,8 @@ from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.sampling.logprobs import score_tokens
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
+from llmq.runtime.speculative.drafter import Drafter
+from llmq.runtime.speculative.verification import sample_with_drafts
 
 # Rows of logits computed at once where positions of prompts are scored: 128 × 49,152 words × 4 B = 24 MiB. Pieces
 # of more than 32 MiB come zeroed from the operating system each time, which costs a third of the product.
@@ -31,11 +33,13 @@ class ModelRunner:
         store: KVStore,
         sampler: Sampler,
         device: torch.device,
+        drafter: Drafter | None = None,
     ) -> None:
         self.program = program
         self.sampler = sampler
         self.device = device
         self.store = store
+        self.drafter = drafter
         self.logits_observer: LogitsObserver | None = None
         self._requests: dict[str, RunnerRequest] = {}
 
@@ -44,6 +48,8 @@ class ModelRunner:
         """Compute the planned tokens, and sample where a request has caught up with itself."""
         for request_id in plan.forgotten_request_ids:
             self._requests.pop(request_id, None)
+            if self.drafter is not None:
+                self.drafter.forget(request_id)
         for new in plan.new_requests:
             self._requests[new.request_id] = RunnerRequest(new, len(self.store.layout.groups))
         requests = [self._requests[item.request_id] for item in plan.scheduled]
@@ -53,7 +59,23 @@ class ModelRunner:
             unfilled += request.update_blocks(item, block_tokens)
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
         self.store.clear_blocks(unfilled)
-        return StepResult(results=self._compute(plan.scheduled))
+        results = self._compute(plan.scheduled)
+        if self.drafter is not None:
+            self._draft(plan, results)
+        return StepResult(results=results)
+
+    def _draft(self, plan: SchedulerOutput, results: dict[str, RequestResult]) -> None:
+        """Add to `results` guesses of what follows, where the plan asks for some. An end is never guessed: it comes by
+        itself, as the token after the drafts."""
+        asked = [item for item in plan.scheduled if item.max_draft_tokens and results[item.request_id].error is None]
+        if not asked:
+            return
+        counts = [item.max_draft_tokens for item in asked]
+        requests = [self._requests[item.request_id] for item in asked]
+        for request, draft in zip(requests, self.drafter.propose(requests, counts, plan.least_chance), strict=True):
+            ends = self.sampler.end_token_ids(request.params)
+            draft = list(itertools.takewhile(lambda token_id, ends=ends: token_id not in ends, draft))
+            results[request.request_id] = msgspec.structs.replace(results[request.request_id], draft_token_ids=draft)
 
     def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
         """Results of some of a step's items, each ending at worst in an error of its own.
@@ -91,20 +113,32 @@ class ModelRunner:
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
         inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
         hidden = self.program.forward(inputs)
-        ends = [inputs.query_start_loc[index + 1] - 1 for index, item in enumerate(items) if item.samples]
-        if not ends:
+        rows: list[int] = []  # of `hidden`, from which tokens are sampled:
+        copies: list[int] = []  # for so many sequences each,
+        owners: list[RunnerRequest] = []  # these,
+        guesses: list[int | None] = []  # of which so much is guessed
+        for item, request, end in zip(items, requests, inputs.query_start_loc[1:], strict=True):
+            if not item.samples:
+                continue
+            drafts = item.draft_token_ids
+            sequences = request.with_drafts(drafts) if drafts else request.sampled_as()
+            rows += range(end - 1 - len(drafts), end)
+            copies += [1] * len(sequences) if drafts else [len(sequences)]
+            owners += sequences
+            guesses += [*drafts, None] if drafts else [None] * len(sequences)
+        if not rows:
             return hidden, [[] for _ in items]
-        groups = [request.sampled_as() if item.samples else [] for item, request in zip(items, requests, strict=True)]
-        if len(ends) < len(hidden):
-            logits = self.program.logits(hidden[torch.tensor(ends, device=self.device)])
+        if len(rows) < len(hidden):
+            logits = self.program.logits(hidden[torch.tensor(rows, device=self.device)])
         else:
             logits = self.program.logits(hidden)
-        rows = [request for group in groups for request in group]
-        if len(rows) > len(ends):
-            counts = torch.tensor([len(group) for group in groups if group], device=self.device)
-            logits = logits.repeat_interleave(counts, dim=0)
-        made = iter(self.sampler(logits, rows))
-        return hidden, [list(itertools.islice(made, len(group))) for group in groups]
+        if len(owners) > len(rows):
+            logits = logits.repeat_interleave(torch.tensor(copies, device=self.device), dim=0)
+        made = iter(sample_with_drafts(self.sampler, logits, owners, guesses))
+        return hidden, [
+            list(itertools.islice(made, 1 + len(request.forks))) if item.samples else []
+            for item, request in zip(items, requests, strict=True)
+        ]
 
     def _score_prompts(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], hidden: torch.Tensor

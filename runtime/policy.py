@@ -23,6 +23,8 @@ LEAST_CHUNK = 16
 class StepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_draft_tokens: int = 0  # guessed at most for each request that decodes; 0: no speculation
+    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying
     # False is static batching: nothing is admitted before all that runs has ended. For comparison in benchmarks only.
     admit_while_running: bool = True
 
@@ -53,10 +55,6 @@ class SloPolicy:
     def spread(self) -> float:
         """What steps take over what was predicted, in the SLO's share of cases."""
         return self.model.spread(self._percentile)
-
-    def observe(self, plan: SchedulerOutput, seconds: float) -> None:
-        """A step took `seconds`, all that lies between it and the last one included."""
-        self.model.observe(step_shape(plan), seconds)
 
     def next_step(self, scheduler: "Scheduler") -> StepPolicy:
         """By who runs and who waits as it is now."""
@@ -111,12 +109,14 @@ def peak_step_s(cost: StepCost, tokens: np.ndarray, remaining: np.ndarray) -> fl
 
 
 def step_shape(plan: SchedulerOutput) -> StepShape:
-    context = pairs = 0
+    """A draft counts as a sequence more where rows of logits are meant: it is sampled too."""
+    context = pairs = drafts = 0
     for item in plan.scheduled:
         new, computed = item.num_scheduled_tokens, item.num_computed_tokens
         context += computed + new
         pairs += new * computed + new * (new + 1) // 2
-    return StepShape(plan.num_scheduled_tokens, len(plan.scheduled), context, pairs)
+        drafts += len(item.draft_token_ids)
+    return StepShape(plan.num_scheduled_tokens, len(plan.scheduled) + drafts, context, pairs)
 
 
 def _decodes(contexts: Sequence[int]) -> StepShape:

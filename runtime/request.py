@@ -87,6 +87,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_max_tokens: int = 0
     step_max_seqs: int = 0
     step_spread: float = 1.0
+    draft_tokens: int = 0  # guessed and verified
+    accepted_draft_tokens: int = 0  # of which the model said the same
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +129,7 @@ class Request:
         self.forks = request.forks  # until the first token
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = list(request.prompt_token_ids)
+        self.draft_token_ids: list[int] = []  # guesses of what follows, to be verified in its next step
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # of the first admission: what the user is told
         self.num_preemptions = 0

@@ -32,6 +32,7 @@ class Scheduler:
         self.waiting = FairQueue()
         self.admission = Admission(kv, max_model_len)
         self.num_preemptions = self.preempted_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0  # verified, and found to be what the model says
         self._requests: dict[str, Request] = {}
         self._parents: dict[str, Request] = {}  # of forks that are still to come
         self._searches: dict[str, BeamSearch] = {}  # by the name of the request that started it
@@ -103,7 +104,7 @@ class Scheduler:
             if request.search is not None and request.is_held:
                 continue
             most = min(budget, 1 + max(surplus, 0))
-            num_new = self._chunk(request.num_tokens_to_compute, request.num_computed_tokens, most)
+            num_new = self._chunk(self._num_wanted(request), request.num_computed_tokens, most)
             while not (fits := allocate_slots(request, num_new)):
                 preempted = True
                 victim = self.running[-1]
@@ -153,6 +154,12 @@ class Scheduler:
             self.waiting.charge(request.tenant, num_new)  # at once: who is next in this very step depends on it
             budget -= num_new
 
+    def _num_wanted(self, request: Request) -> int:
+        """How many tokens a running request has to compute in all, the drafts behind them too where there are blocks
+        for them: a guess is worth nobody's blocks."""
+        num_tokens, num_drafts = request.num_tokens_to_compute, len(request.draft_token_ids)
+        return num_tokens + num_drafts if num_drafts and self.kv.has_room(num_drafts + 1) else num_tokens
+
     def _chunk(self, num_tokens: int, num_computed_tokens: int, budget: int) -> int:
         """How many tokens to compute next: all that are missing, or as many of them as `budget` allows.
 
@@ -178,13 +185,34 @@ class Scheduler:
             if made.error is not None:
                 outputs += self._fail(request, made.error)
                 continue
-            request.num_computed_tokens = item.num_computed_tokens + item.num_scheduled_tokens
+            end = item.num_computed_tokens + item.num_scheduled_tokens
+            request.num_computed_tokens = end - self._count_rejected(item, made)
             if made.prompt_logprobs:
                 request.prompt_logprobs.extend(made.prompt_logprobs)
             self.kv.commit(request)
             if request.num_computed_tokens >= request.num_tokens_to_compute:
+                request.draft_token_ids = made.draft_token_ids
                 outputs += self._advance(request, made)
         return outputs
+
+    def _count_rejected(self, item: ScheduledRequest, made: RequestResult) -> int:
+        """How many drafts of an item the model does not follow: their K and V are overwritten by the next step's."""
+        num_drafts = len(item.draft_token_ids)
+        if not num_drafts:
+            return 0
+        num_accepted = len(made.token_ids) - 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        return num_drafts - num_accepted
+
+    def _max_draft_tokens(self, request: Request) -> int:
+        """How many drafts its next step can verify: it ends with a token that is none. A beam is not guessed."""
+        if not self.policy.num_draft_tokens or request.search is not None:
+            return 0
+        left = min(
+            request.sampling_params.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
+        )
+        return max(0, min(self.policy.num_draft_tokens, left - 2))  # one comes in this step
 
     def _fail(self, request: Request, error: str) -> list[RequestOutput]:
         names = request.names
@@ -264,6 +292,8 @@ class Scheduler:
         request.prompt_logprobs_pending = False
         if request.prompt_logprobs:
             request.prompt_logprobs = []
+        if len(token_ids) > 1:
+            self.kv.commit(request)  # accepted drafts are tokens since now
         if reason:
             self.admission.lengths.record(request.num_output_tokens)
             self._finish(request)
@@ -291,6 +321,7 @@ class Scheduler:
         self._forget(victim.request_id)
         self.preempted_tokens += victim.num_computed_tokens
         victim.num_computed_tokens = 0
+        victim.draft_token_ids = []
         victim.prompt_logprobs = []  # not delivered yet: they are computed again
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -320,14 +351,18 @@ class Scheduler:
                 self._known_to_runner.add(name)
                 new_requests.append(_in_full(request))
             first_block, block_ids = self.kv.take_new_block_ids(name)
+            num_drafts = computed + num_new - len(request.token_ids)
+            samples = num_drafts >= 0 and request.sampling_params.max_tokens > 0
             items.append(
                 ScheduledRequest(
                     request_id=name,
                     num_computed_tokens=computed,
                     num_scheduled_tokens=num_new,
-                    samples=computed + num_new == len(request.token_ids) and request.sampling_params.max_tokens > 0,
+                    samples=samples,
                     first_block=first_block,
                     block_ids=block_ids,
+                    draft_token_ids=request.draft_token_ids[: max(0, num_drafts)],
+                    max_draft_tokens=self._max_draft_tokens(request) if samples else 0,
                 )
             )
             num_tokens += num_new
@@ -343,6 +378,7 @@ class Scheduler:
             block_copies=self.kv.take_block_copies(),
             num_scheduled_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
+            least_chance=self.policy.least_chance,
         )
 
 

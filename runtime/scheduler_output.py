@@ -23,10 +23,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     num_computed_tokens: int
     num_scheduled_tokens: int
-    samples: bool  # the last position is the request's last token: a new one follows from it
+    samples: bool  # the request's last token is among them: a new one follows from it
     # Where its block tables have changed: for each group its blocks from `first_block` on.
     first_block: tuple[int, ...] = ()
     block_ids: tuple[list[int], ...] = ()
+    draft_token_ids: list[
+        int
+    ] = []  # the last of the scheduled tokens: guesses of what follows, which this step verifies
+    max_draft_tokens: int = 0  # how many to guess for the next step
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,15 +41,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_copies: list[tuple[int, int]]  # (source, target), before anything is written: copy-on-write
     num_scheduled_tokens: int
     num_prompt_tokens: int  # of the scheduled ones
+    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying in the next step
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the runner made of one ScheduledRequest."""
 
-    token_ids: list[int] = []
+    token_ids: list[int] = []  # the drafts that were accepted, and the token after them
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []  # of the prompt positions predicted in this step, in order
     forks: dict[str, "RequestResult"] = {}  # the first tokens of `NewRequest.forks`, by name: some may have ended since
+    draft_token_ids: list[int] = []  # guesses of what follows `token_ids`
     error: str | None = None
 
 

@@ -54,7 +54,10 @@ def run_trial(
     InputError where requests may not be long enough for that."""
     least = SHORT_TOKENS + 2 * DECODE_STEPS
     if plan.max_model_len < least:
-        raise InputError(f"--slo: requests of at most {plan.max_model_len} tokens are too short to time; allow {least}")
+        raise InputError(
+            f"--slo and --speculative auto time steps at the start: requests of at most {plan.max_model_len} tokens "
+            f"are too short for that; allow {least}"
+        )
     trial = Trial()
     scheduler = Scheduler(KVCacheManager(plan.layout, plan.num_blocks, False), most, (), plan.max_model_len)
     draw, numbers = random.Random(0), itertools.count()
@@ -118,10 +121,11 @@ def pace_of(policy: SloPolicy, trial: Trial, max_model_len: int) -> Pace:
     return Pace(floor_s=trial.floor_s, most_decodes=policy.most_decodes(context), context=context)
 
 
-def slo_policy_of(slo: Slo, most: StepPolicy, trial: Trial) -> SloPolicy:
-    """The policy that keeps `slo`. Raises InputError where a sequence alone cannot keep it."""
+def slo_policy_of(slo: Slo, most: StepPolicy, trial: Trial, model: StepCostModel | None = None) -> SloPolicy:
+    """The policy that keeps `slo`, by `model` or one that begins with the trial. Raises InputError where a sequence
+    alone cannot keep it."""
     check_promise(slo, trial.floor_s)
-    return SloPolicy(slo, most, StepCostModel(trial.cost))
+    return SloPolicy(slo, most, model or StepCostModel(trial.cost))
 
 
 def _ms(seconds: float) -> str:

@@ -11,6 +11,7 @@ from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.processors import PROCESSORS
+from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import RequestResult
 
 # top_p and min_p look at this many candidates first; a row whose mass lies wider is sorted whole.
@@ -59,6 +60,10 @@ class Sampler:
             self._result(token_ids[row], request, log_probs.get(row), errors.get(row))
             for row, request in enumerate(requests)
         ]
+
+    def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a request."""
+        return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.eos_token_ids
 
     def _result(
         self, token_id: int, request: RunnerRequest, log_probs: torch.Tensor | None, error: str | None

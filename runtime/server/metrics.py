@@ -27,6 +27,8 @@ _COUNTERS = (
     ("llmq_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     ("llmq_preemptions", "Requests preempted, to be recomputed.", lambda s: s.num_preemptions),
     ("llmq_preempted_tokens", "Tokens whose KV preemptions threw away.", lambda s: s.preempted_tokens),
+    ("llmq_draft_tokens", "Tokens guessed and verified.", lambda s: s.draft_tokens),
+    ("llmq_accepted_draft_tokens", "Guessed tokens that were right.", lambda s: s.accepted_draft_tokens),
     ("llmq_deferrals", "Steps in which a request waited so that running ones find room.", lambda s: s.num_deferrals),
 )
 

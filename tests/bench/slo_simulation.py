@@ -15,6 +15,7 @@ from llmq.runtime.config import EngineConfig
 from llmq.runtime.engine import Engine
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.memory import KVCachePlan
+from llmq.runtime.pacer import Pacer
 from llmq.runtime.policy import StepPolicy, step_shape
 from llmq.runtime.request import EngineInfo, EngineRequest, RequestOutput
 from llmq.runtime.sampling_params import SamplingParams
@@ -152,4 +153,5 @@ def make_engine(machine: Machine, executor: SimulatedExecutor, slo: Slo | None) 
     )  # fmt: skip
     kv = KVCacheManager(layout, num_blocks, enable_prefix_caching=False)
     scheduler = Scheduler(kv, most, {EOS}, plan.max_model_len)
-    return Engine(scheduler, executor, info, config, slo_policy=policy, clock=clock)
+    pacer = None if policy is None else Pacer(policy.model, most, clock, slo=policy)
+    return Engine(scheduler, executor, info, config, pacer=pacer, clock=clock)

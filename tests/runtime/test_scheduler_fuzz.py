@@ -1,5 +1,5 @@
-"""Any mixture of requests, forks, beams, prompt scores, aborts and errors on a pool that is barely enough: everyone who
-was promised an output gets its end, a block that is written is nobody else's, and nothing is left behind."""
+"""Any mixture of requests, forks, beams, drafts, prompt scores, aborts and errors on a pool that is barely enough:
+everyone who was promised an output gets its end, a block that is written is nobody else's, and nothing is left."""
 
 import random
 
@@ -11,7 +11,7 @@ from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import BeamParams, EngineRequest, TokenLogprobs
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
-from llmq.runtime.scheduler_output import NewRequest, RequestResult, SchedulerOutput, StepResult
+from llmq.runtime.scheduler_output import NewRequest, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
 
 FULL = KVCacheSpec(1, 8, 8, KV_DTYPES["fp32"])
 WINDOW = KVCacheSpec(1, 8, 8, KV_DTYPES["fp32"], window=10)
@@ -30,7 +30,11 @@ class World:
         self.rng = rng = random.Random(seed)
         self.layout, self.budget = rng.choice(LAYOUTS), rng.choice([4, 8, 32])
         self.num_blocks = self.layout.blocks_for(MAX_MODEL_LEN, self.budget) + rng.choice([0, 1, 5, 20])
-        policy = StepPolicy(max_num_seqs=rng.choice([1, 2, 4]), max_num_batched_tokens=self.budget)
+        policy = StepPolicy(
+            max_num_seqs=rng.choice([1, 2, 4]),
+            max_num_batched_tokens=self.budget,
+            num_draft_tokens=rng.choice([0, 1, 5]),
+        )
         kv = KVCacheManager(self.layout, self.num_blocks, enable_prefix_caching=rng.random() < 0.8)
         self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN)
         self.owed: dict[str, EngineRequest] = {}  # names whose end is still to come
@@ -77,7 +81,7 @@ class World:
         plan = self.scheduler.schedule()
         assert sum(item.num_scheduled_tokens for item in plan.scheduled) <= self.budget
         self._check_blocks(plan)
-        results = {item.request_id: self._result(item.request_id, item.samples) for item in plan.scheduled}
+        results = {item.request_id: self._result(item) for item in plan.scheduled}
         for output in self.scheduler.update_from_output(plan, StepResult(results=results)):
             if output.finish_reason is not None:
                 del self.owed[output.request_id]
@@ -101,18 +105,23 @@ class World:
         assert len(written) == len(set(written))
         assert all(self.scheduler.kv.pool.blocks[block_id].ref_count == 1 for block_id in written)
 
-    def _result(self, name: str, samples: bool) -> RequestResult:
-        rng, request = self.rng, self.scheduler._requests[name]
+    def _result(self, item: ScheduledRequest) -> RequestResult:
+        rng, name = self.rng, item.request_id
+        request = self.scheduler._requests[name]
+        assert item.num_computed_tokens + item.num_scheduled_tokens <= MAX_MODEL_LEN
+        assert not item.draft_token_ids or item.samples
         if rng.random() < 0.01:
             return RequestResult(error="it broke")
-        if not samples:
+        if not item.samples:
             return RequestResult()
         if request.search is not None:
             ids = rng.sample(range(2, 60), 2 * request.search.params.width)
             top = [(token_id, -3 * rng.random()) for token_id in ids]
             return RequestResult(token_ids=ids[:1], logprobs=[TokenLogprobs(*top[0], 1, top)])
         forks = {fork: RequestResult(token_ids=[rng.randrange(2, 5)]) for fork, _ in self.tables[name][0].forks}
-        return RequestResult(token_ids=[rng.randrange(2, 9)], forks=forks)
+        accepted = item.draft_token_ids[: rng.randrange(len(item.draft_token_ids) + 1)]
+        drafts = [rng.randrange(3, 9) for _ in range(rng.randrange(item.max_draft_tokens + 1))]
+        return RequestResult(token_ids=[*accepted, rng.randrange(2, 9)], forks=forks, draft_token_ids=drafts)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -77,8 +77,8 @@ class Clock:
 def test_a_step_lasts_from_the_end_of_the_one_before_it_and_not_through_idle_time():
     clock, served = Clock(), Served("tpot=1s")
     times_s = []
-    served.policy.observe = lambda plan, seconds: times_s.append(seconds)
-    pacer = Pacer(served.policy, clock)
+    served.policy.model.observe = lambda shape, seconds: times_s.append(seconds)
+    pacer = Pacer(served.policy.model, MOST, clock, slo=served.policy)
     served.add("a", 8)
     clock.now_s = 100.0  # idle until now
     for goes_on in (True, True, False):
@@ -100,7 +100,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it_and_not_through_idle_tim
 
 def test_who_is_shed_is_told_why_with_all_its_samples():
     clock, served = Clock(), Served("ttft=500ms,tpot=60ms")
-    pacer = Pacer(served.policy, clock)
+    pacer = Pacer(served.policy.model, MOST, clock, slo=served.policy)
     for number in range(30):
         served.add(f"{number:02d}", 60, arrival=number * 1e-6, n=1 + number % 2)
     outputs = pacer.begin_step(served.scheduler)
@@ -131,10 +131,10 @@ def test_the_tokens_under_an_slo_are_those_without(tiny_llama, make_engine):
     assert engine.info.pace.most_decodes == 64
     assert [one.token_ids for one in run_all(engine, prompts, greedy(20))] == expected
     tight = make_engine(tiny_llama(), slo=Slo.parse("tpot=10s"))
-    cost = tight._pacer.policy.model.cost
+    cost = tight._pacer.slo.model.cost
     slow = cost.scaled(10.0 / cost.step_s(StepShape.decode(4, 60)))  # four decodes of 60 tokens take all of the promise
-    tight._pacer.policy.model.observe = lambda shape, seconds: None
-    tight._pacer.policy.model._cost = slow
+    tight._pacer.slo.model.observe = lambda shape, seconds: None
+    tight._pacer.slo.model._cost = slow
     assert [one.token_ids for one in run_all(tight, prompts, greedy(20))] == expected
     assert tight.stats().num_steps > 1.5 * engine.stats().num_steps
 

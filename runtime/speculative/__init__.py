@@ -1,0 +1,1 @@
+"""Speculation: several tokens for one read of the weights, and the tokens that there would be without it."""

@@ -1,0 +1,47 @@
+"""Drafter: guesses what requests will say next."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llmq.runtime.batch import RunnerRequest
+
+
+class Drafter(Protocol):
+    """A guess costs time where it is wrong and changes no token: the model itself verifies each."""
+
+    name: str
+
+    def propose(self, requests: Sequence[RunnerRequest], counts: Sequence[int], least: float) -> list[list[int]]:
+        """For each request up to `count` tokens that follow what it has, as long as the chance that all of them are
+        right is at least `least`. Fewer, or none, where nothing speaks for more."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or lost its blocks: what is kept of it may go. It may be unknown."""
+        ...
+
+
+class Acceptance:
+    """How often a guess was right, by how much spoke for it: a few classes, each counted for itself.
+
+    A share is the mean of a Beta distribution that begins at a prior of PRIOR_GUESSES guesses and remembers the last
+    MEMORY or so of them, so that it follows a text that changes.
+    """
+
+    PRIOR_GUESSES = 4.0
+    MEMORY = 200.0
+
+    def __init__(self, priors: Sequence[float]) -> None:
+        self._right = [self.PRIOR_GUESSES * prior for prior in priors]
+        self._made = [self.PRIOR_GUESSES] * len(priors)
+
+    def share(self, level: int) -> float:
+        """Of guesses of class `level`; those beyond the last class count as the last."""
+        level = min(level, len(self._made) - 1)
+        return self._right[level] / self._made[level]
+
+    def count(self, level: int, is_right: bool) -> None:
+        level = min(level, len(self._made) - 1)
+        kept = min(1.0, self.MEMORY / self._made[level])
+        self._right[level] = kept * self._right[level] + is_right
+        self._made[level] = kept * self._made[level] + 1.0

@@ -1,0 +1,98 @@
+"""NgramDrafter: a text goes on as it did the last time that it said the same (prompt lookup decoding)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.speculative.drafter import Acceptance
+
+SHORTEST = 2  # tokens that have to be the same
+LONGEST = 8  # a match is not measured beyond: more does not speak for more
+CANDIDATES = 8  # places that are compared, the last ones first
+# The chance of the next token after a match of 2, 3, … LONGEST tokens, until it is known of this server's texts.
+PRIORS = (0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8)
+
+
+@dataclass
+class _Text:
+    """Where each run of SHORTEST tokens of a request has been, and what was last guessed."""
+
+    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # run -> where it ended
+    num_indexed: int = 0  # runs that end before this position are in `places`
+    guessed_at: int = 0
+    guess: list[int] = field(default_factory=list)
+    matched: int = 0
+
+
+class NgramDrafter:
+    """Of the places where the last tokens stood before, in prompt and output, the one where most of them agree, and of
+    equal ones the latest, says how it goes on.
+
+    Hash index of pairs, extended token by token: a proposal costs the new tokens and CANDIDATES comparisons, whatever
+    the length of the text. Every guess is compared with what came, also those that were not worth verifying: so it is
+    known how often a match of each length is right, and speculation that was turned off turns itself on again.
+    """
+
+    name = "n-gram"
+
+    def __init__(self) -> None:
+        self._texts: dict[str, _Text] = {}
+        self._acceptance = Acceptance(PRIORS)
+
+    def propose(self, requests: Sequence[RunnerRequest], counts: Sequence[int], least: float) -> list[list[int]]:
+        return [self._propose(request, count, least) for request, count in zip(requests, counts, strict=True)]
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def _propose(self, request: RunnerRequest, count: int, least: float) -> list[int]:
+        text, token_ids = self._texts.setdefault(request.request_id, _Text()), request.token_ids
+        self._learn(text, token_ids)
+        _index(text, token_ids)
+        place, matched = _longest_match(text, token_ids)
+        text.guess = [] if place is None else _following(token_ids, place, count)
+        text.guessed_at, text.matched = len(token_ids), matched
+        chance, worth = 1.0, 0
+        for index in range(len(text.guess)):
+            chance *= self._acceptance.share(matched + index - SHORTEST)
+            if chance < least:
+                break
+            worth = index + 1
+        return text.guess[:worth]
+
+    def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
+        for index, (guess, came) in enumerate(zip(text.guess, token_ids[text.guessed_at :], strict=False)):
+            self._acceptance.count(text.matched + index - SHORTEST, guess == came)
+            if guess != came:
+                break
+
+
+def _index(text: _Text, token_ids: Sequence[int]) -> None:
+    """All runs but the one that the text ends with: what follows it is the question."""
+    for end in range(max(text.num_indexed, SHORTEST), len(token_ids)):
+        places = text.places.setdefault(tuple(token_ids[end - SHORTEST : end]), [])
+        places.append(end)
+        if len(places) > 2 * CANDIDATES:
+            del places[:CANDIDATES]
+    text.num_indexed = len(token_ids)
+
+
+def _longest_match(text: _Text, token_ids: Sequence[int]) -> tuple[int | None, int]:
+    """(where the text that most resembles the end of `token_ids` goes on, how many tokens agree)."""
+    best, longest = None, 0
+    for place in reversed(text.places.get(tuple(token_ids[-SHORTEST:]), ())[-CANDIDATES:]):
+        matched = SHORTEST
+        while matched < LONGEST and matched < place and token_ids[place - matched - 1] == token_ids[-matched - 1]:
+            matched += 1
+        if matched > longest:
+            best, longest = place, matched
+    return best, longest
+
+
+def _following(token_ids: Sequence[int], place: int, count: int) -> list[int]:
+    """`count` tokens from `place` on; beyond the end of the text the guess goes on, as in a text that repeats."""
+    found = list(token_ids[place : place + count])
+    period = len(token_ids) - place
+    while len(found) < count:
+        found.append(found[-period])
+    return found

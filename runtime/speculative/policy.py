@@ -1,0 +1,57 @@
+"""DraftPolicy: how much is guessed, from what a step costs and from what guesses have brought."""
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from llmq.profiles.step_cost import StepCostModel, StepShape
+from llmq.runtime.policy import StepPolicy
+
+if TYPE_CHECKING:
+    from llmq.runtime.scheduler import Scheduler
+
+_FORGET = 1 / 16  # weight of a step in the running means
+
+
+class DraftPolicy:
+    """A draft is worth verifying where its chance, times a token, repays the time of its row.
+
+    A step of B decoding requests that verifies drafts gives them G tokens in S seconds. One more row takes r seconds
+    and gives a token with chance p: the tokens a second rise where p / r > G / S. So `least_chance` = r · G / S, which
+    for G and S as they come out is the fixed point of Dinkelbach's method (1967) for the largest G / S. As long as a
+    step mostly reads weights, r is small against S / B and a poor guess is worth it; once its arithmetic is the limit,
+    S grows to B · r, `least_chance` to 1, and speculation has turned itself off.
+    """
+
+    def __init__(self, num_draft_tokens: int, model: StepCostModel) -> None:
+        """`num_draft_tokens`: at most, for a request."""
+        self.num_draft_tokens = num_draft_tokens
+        self._model = model
+        self._given = 1.0  # tokens a request and step, running mean,
+        self._drafted = 0.0  # and drafts verified for it
+        self._seen = (0, 0)
+
+    def next_step(self, policy: StepPolicy, scheduler: "Scheduler") -> StepPolicy:
+        """`policy` with drafts. What a step guesses the next one verifies: for whoever runs now, or is about to."""
+        self._follow(scheduler, sum(one.num_tokens - one.num_computed_tokens == 1 for one in scheduler.running))
+        running = scheduler.running or islice(scheduler.waiting, policy.max_num_seqs)
+        contexts = [one.num_tokens for one in running]
+        return msgspec.structs.replace(
+            policy, num_draft_tokens=self.num_draft_tokens, least_chance=self.least_chance(contexts)
+        )
+
+    def least_chance(self, contexts: list[int]) -> float:
+        """Of a draft, where sequences of `contexts` tokens, one at least, decode at once."""
+        cost, batch, total = self._model.cost, len(contexts), sum(contexts)
+        row_s = cost.token_s + cost.sequence_s + cost.pair_s * total / batch
+        step_s = cost.step_s(StepShape(batch, batch, total, total)) + row_s * self._drafted * batch
+        return row_s * batch * self._given / step_s
+
+    def _follow(self, scheduler: "Scheduler", num_decoding: int) -> None:
+        counted = (scheduler.num_draft_tokens, scheduler.num_accepted_tokens)
+        drafted, accepted = (now - before for now, before in zip(counted, self._seen, strict=True))
+        self._seen = counted
+        if num_decoding:
+            self._drafted += _FORGET * (drafted / num_decoding - self._drafted)
+            self._given += _FORGET * (1.0 + accepted / num_decoding - self._given)

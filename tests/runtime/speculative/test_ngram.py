@@ -1,0 +1,87 @@
+"""NgramDrafter against a search through the whole text, and what it learns of its own guesses."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.sampling_params import SamplingParams
+from llmq.runtime.scheduler_output import NewRequest
+from llmq.runtime.speculative.drafter import Acceptance
+from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, SHORTEST, NgramDrafter
+
+
+def request(token_ids: list[int], name: str = "a") -> RunnerRequest:
+    new = NewRequest(
+        request_id=name,
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        sampling_params=SamplingParams(),
+        score_prompt=False,
+    )
+    return RunnerRequest(new, 1)
+
+
+def searched(token_ids: list[int], count: int) -> list[int]:
+    """The definition: of the last CANDIDATES places before the end where the last SHORTEST tokens stood, the one with
+    the longest common past (up to LONGEST), the latest of equals; then what stood there, over and over at the end."""
+    ends = [end for end in range(SHORTEST, len(token_ids)) if token_ids[end - SHORTEST : end] == token_ids[-SHORTEST:]]
+    best, longest = None, 0
+    for end in reversed(ends[-CANDIDATES:]):
+        matched = max(
+            n for n in range(LONGEST + 1) if n <= end and token_ids[end - n : end] == token_ids[len(token_ids) - n :]
+        )
+        if matched > longest:
+            best, longest = end, matched
+    if best is None:
+        return []
+    text = list(token_ids)
+    for index in range(count):
+        text.append(text[best + index])
+    return text[len(token_ids) :]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 20))
+def test_guesses_are_those_of_a_search_through_the_whole_text(token_ids, count, first):
+    drafter, known = NgramDrafter(), request(token_ids[:first])
+    drafter.propose([known], [count], 0.0)  # what is indexed piece by piece
+    while len(known.token_ids) < len(token_ids):
+        known.token_ids.append(token_ids[len(known.token_ids)])
+        assert drafter.propose([known], [count], 0.0) == [searched(known.token_ids, count)]
+
+
+def test_a_guess_that_is_not_worth_it_is_not_made_but_learned_from():
+    period = [1, 2, 3, 4, 5, 6, 7]
+    drafter, known = NgramDrafter(), request(2 * period)
+    assert drafter.propose([known], [4], 0.97) == [[]]
+    for step in range(200):
+        known.token_ids.append(period[step % 7])
+        proposed = drafter.propose([known], [4], 0.9)
+    assert proposed == [[*period, *period][200 % 7 :][:4]]  # it was right each time, without one being verified
+
+
+def test_chances_multiply_along_a_draft():
+    drafter, known = NgramDrafter(), request([1, 2, 3, 4, 5, 6, 1, 2])
+    lengths = [len(NgramDrafter().propose([known], [4], least)[0]) for least in (0.0, 0.25, 0.3, 0.301)]
+    assert lengths == [4, 1, 1, 0]  # 0.3, then 0.3 · 0.45 = 0.135
+    assert drafter.propose([known], [4], 0.1) == [[3, 4]]
+
+
+def test_what_is_forgotten_leaves_nothing():
+    drafter = NgramDrafter()
+    drafter.propose([request([1, 2, 1, 2])], [4], 0.0)
+    drafter.forget("a")
+    drafter.forget("never seen")
+    assert not drafter._texts
+
+
+def test_acceptance_follows_what_happens():
+    acceptance = Acceptance((0.5, 0.9))
+    assert (acceptance.share(0), acceptance.share(1), acceptance.share(9)) == (0.5, 0.9, 0.9)
+    for _ in range(1000):
+        acceptance.count(0, True)
+    assert acceptance.share(0) > 0.98
+    for _ in range(300):
+        acceptance.count(0, False)
+    assert acceptance.share(0) < 0.3
+    assert acceptance.share(1) == 0.9
