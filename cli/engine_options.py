@@ -8,6 +8,8 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llmq.runtime.config import EngineConfig, Speculation
 
 # A verb's parameter is declared as `dtype: Dtype = "auto"`; what it is without being given is the verb's.
@@ -23,6 +25,10 @@ MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed i
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Kernels = Annotated[str, typer.Option(help="Of a CPU: auto, torch, native.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
+TensorParallel = Annotated[
+    int,
+    typer.Option("--tp", min=1, help="Ranks that share the model, a process each: a GPU or a part of the CPU."),
+]
 Speculative = Annotated[
     str | None,
     typer.Option(
@@ -71,6 +77,16 @@ def engine_config(
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         **others,
     )
+
+
+def check_ranks(path: "Path", num_ranks: int) -> None:
+    """Raises InputError, before torch is imported, where a model cannot be split into so many ranks."""
+    from llmq.profiles.checkpoint import read_checkpoint
+    from llmq.runtime.parallel import shard_plan
+
+    if num_ranks > 1:
+        checkpoint = read_checkpoint(path)
+        shard_plan.check_ranks(checkpoint.architecture, checkpoint.config, num_ranks)
 
 
 def check_device(device: str) -> None:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from llmq.cli import console
+from llmq.cli.engine_options import TensorParallel
 from llmq.cli.eval_options import EvalOptions, numerics_of
 from llmq.cli.eval_tables import print_comparison
 from llmq.cli.eval_tasks import TaskOptions, load_saved, parse_max_drop, parse_on_overlength, run_and_compare
@@ -57,6 +58,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     kernels: Annotated[str, typer.Option(help="Of a CPU: auto, torch or native.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
+    tp: TensorParallel = 1,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Of a URL: folder of its tokenizer.", show_default=False)
@@ -73,7 +75,7 @@ def evaluate(
     llmq eval compare A B: the same verdict from two saved results (-o), baseline first.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    numerics = numerics_of(dtype, kv_dtype, device, kernels, threads, batch_invariant)
+    numerics = numerics_of(dtype, kv_dtype, device, kernels, threads, batch_invariant, tp)
     margin = parse_max_drop(max_drop)
     asked = EvalOptions(
         *(model, ppl, window, stride, baseline, margin, tasks, data, data_dir, num_fewshot, apply_chat_template),

@@ -94,7 +94,13 @@ class EvalOptions:
 
 
 def numerics_of(
-    dtype: str, kv_dtype: str, device: str, kernels: str, threads: int | None, batch_invariant: bool
+    dtype: str,
+    kv_dtype: str,
+    device: str,
+    kernels: str,
+    threads: int | None,
+    batch_invariant: bool,
+    tensor_parallel: int = 1,
 ) -> "Numerics":
     """Raises InputError for a value that none of them has."""
     from llmq.evals.numerics import Numerics
@@ -103,5 +109,7 @@ def numerics_of(
     check_device(device)
     check_kernels(kernels)
     return Numerics(
-        parse_dtype("--dtype", dtype), parse_dtype("--kv-dtype", kv_dtype), device, kernels, threads, batch_invariant
+        parse_dtype("--dtype", dtype),
+        parse_dtype("--kv-dtype", kv_dtype),
+        *(device, kernels, threads, batch_invariant, tensor_parallel),
     )

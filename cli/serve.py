@@ -48,7 +48,7 @@ def serve(
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
     threads: options.Threads = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: only 1 is built.")] = 1,
+    tp: options.TensorParallel = 1,
     speculative: options.Speculative = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     batch_invariant: Annotated[
@@ -120,8 +120,6 @@ def serve(
     from llmq.runtime.server.server import ServerConfig
     from llmq.runtime.server.server import serve as run_server
 
-    if tp != 1:
-        raise InputError(f"--tp {tp}: tensor parallelism is not built yet; leave it away or use --tp 1")
     if gpu_memory_utilization is not None:
         if not 0 < gpu_memory_utilization <= 1:
             raise InputError(f"--gpu-memory-utilization {gpu_memory_utilization}: a share above 0 and up to 1")
@@ -149,11 +147,13 @@ def serve(
         slo=_parse_slo(slo),
         speculation=options.speculation(speculative, num_speculative_tokens),
         threads=threads,
+        tensor_parallel=tp,
     )
     proven = _read_proof(proof)
     with console.progress() as progress:
         path = find_model(model, keep_blocks=True, progress=progress)
     engine = msgspec.structs.replace(engine, model=str(path))
+    options.check_ranks(path, tp)
     _check_memory(path, engine)
     if proven:
         proven.check_checkpoint(path)

@@ -13,3 +13,4 @@ class Numerics:
     kernels: str = "auto"
     threads: int | None = None
     batch_invariant: bool = False
+    tensor_parallel: int = 1

@@ -33,6 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
     slo: Slo | None = None  # of ttft and tpot: kept by small enough steps and by shedding; see `policy.SloPolicy`
     speculation: Speculation | None = None
-    threads: int | None = None
+    tensor_parallel: int = 1  # ranks that share the model, a process each
+    threads: int | None = None  # of all ranks together
     seed: int = 0  # of requests that bring none
     check_integrity: bool = False  # verify the block pool's invariants after every step

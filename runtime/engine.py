@@ -8,32 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
 
-from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
+from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
-from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.step_cost import StepCostModel
-from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes, runs_native
 from llmq.runtime.executor import Executor, InProcessExecutor
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.grammar_process import GrammarProcesses
-from llmq.runtime.kernels import native
-from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_manager import KVCacheManager
-from llmq.runtime.kv_store import KVStore
-from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, plan_kv_cache
-from llmq.runtime.model_runner import LogitsObserver, ModelRunner
-from llmq.runtime.models.loader import ModelLoader, make_loader
+from llmq.runtime.model_runner import LogitsObserver
 from llmq.runtime.pacer import Pacer
+from llmq.runtime.parallel.collectives import ProcessGroup
+from llmq.runtime.parallel.executor import RankExecutor
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.programs.base import Program
-from llmq.runtime.programs.choice import make_program
 from llmq.runtime.queue_clock import QueueClock
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from llmq.runtime.sampling.grammar_mask import GrammarMask
@@ -44,6 +36,7 @@ from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
 from llmq.runtime.speculative.ngram import NgramDrafter
 from llmq.runtime.speculative.policy import DraftPolicy
 from llmq.runtime.trial_steps import pace_of, run_trial, slo_policy_of
+from llmq.runtime.worker import Worker
 
 
 class Engine:
@@ -137,20 +130,18 @@ class Engine:
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
         """Call `observer(request_id, position, logits [n, vocab_size] float32)` for the computed positions of requests
-        that ask for prompt log probabilities: row i predicts position + i + 1. In this process only."""
-        if not isinstance(self.executor, InProcessExecutor):
-            raise InputError("logits can only be observed where the engine runs in this process")
+        that ask for prompt log probabilities: row i predicts position + i + 1."""
         self.executor.runner.logits_observer = observer
 
     @contextmanager
     def replaced_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Compute with other numbers in some linears ([out, in], by the checkpoint's names) until the block ends.
 
-        For linears in 16 bit, in this process, without a prefix cache: what it remembers was computed with others.
+        For linears in 16 bit, on one rank, without a prefix cache: what it remembers was computed with others.
         Raises InputError for a linear that cannot be replaced.
         """
         if self.scheduler.kv.enable_prefix_caching or not isinstance(self.executor, InProcessExecutor):
-            raise InputError("weights can be replaced in an engine in this process, without a prefix cache")
+            raise InputError("weights can be replaced in an engine of one rank, without a prefix cache")
         dense = self.executor.runner.program.model.dense_weights
         if missing := [name for name in weights if name not in dense]:
             raise InputError(f"{missing[0]} is no linear in 16 bit that llmq's own decoder runs: it cannot be replaced")
@@ -162,6 +153,14 @@ class Engine:
         finally:
             for name, original in originals.items():
                 dense[name].copy_(original)
+
+    def check(self) -> None:
+        """Raises the reason why this engine can go on no more, if there is one."""
+        self.executor.check()
+
+    def close(self) -> None:
+        """End the processes that it has started."""
+        self.executor.close()
 
     def stats(self) -> EngineStats:
         kv = self.scheduler.kv
@@ -210,55 +209,31 @@ def _beam_params(request: EngineRequest) -> SamplingParams:
 
 
 def _build(config: EngineConfig) -> Engine:
-    checkpoint = read_checkpoint(Path(config.model))
-    architecture = checkpoint.architecture
-    device = _device(config.device)
-    if config.memory_utilization is not None and device.type != "cuda":
-        raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
-    if config.threads is not None:
-        if config.threads > (most := 8 * usable_cores()):
-            raise InputError(f"--threads {config.threads}: this process may use {usable_cores()} cores; at most {most}")
-        torch.set_num_threads(config.threads)
-    dtypes = Dtypes.of(architecture.dtype, checkpoint.quantization, config)
-    is_native = runs_native(config.kernels, dtypes.dtype, device.type)
-    if is_native:
-        native.set_num_threads(config.threads or usable_cores())
-    loader = make_loader(  # refuses what it cannot run, reads no weight
-        checkpoint, TORCH_DTYPES[dtypes.dtype], device, config.batch_invariant, is_native
-    )
-    if config.kv_cache_memory_bytes is not None or device.type == "cpu":
-        spare = available_memory_bytes() - checkpoint.held_bytes(dtypes.float_bytes)
-        if device.type == "cpu" and (config.kv_cache_memory_bytes or 0) > spare:
-            raise InputError(
-                f"--kv-cache-memory {format_bytes(config.kv_cache_memory_bytes)}: beside the weights "
-                f"{format_bytes(max(0, spare))} are free here"
-            )
-        plan = plan_kv_cache(architecture, config, dtypes, int(spare * CPU_SHARE))
-    max_positions = config.max_model_len or architecture.max_position_embeddings
-    static_scales = loader.kv_scales() if dtypes.has_static_kv_scales else None
-    model = loader.load(max_positions)
-    if config.kv_cache_memory_bytes is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        share = config.memory_utilization or GPU_SHARE
-        plan = plan_kv_cache(architecture, config, dtypes, free - int(total * (1 - share)))
-
-    eos = _eos_token_ids(checkpoint)
-    kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
-    policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
-    store = KVStore(plan.layout, plan.num_blocks, device, static_scales)
+    collectives = None
+    if config.tensor_parallel > 1:
+        collectives = ProcessGroup(0, config.tensor_parallel, in_order=config.batch_invariant)
+    worker = Worker(config, collectives)  # refuses what it cannot run, reads no weight
+    plan = worker.plan_early()
+    vocab_size, eos = worker.architecture.vocab_size, _eos_token_ids(worker.checkpoint)
     grammar_mask = GrammarMask(
-        partial(GrammarCompiler.from_folder, config.model, architecture.vocab_size, eos),
-        GrammarProcesses(config.model, architecture.vocab_size, eos),
+        partial(GrammarCompiler.from_folder, config.model, vocab_size, eos),
+        GrammarProcesses(config.model, vocab_size, eos),
     )
-    group_size = architecture.num_attention_heads // architecture.num_kv_heads
-    program = make_program(model, store, TORCH_DTYPES[dtypes.dtype], group_size, config.batch_invariant, is_native)
-    speculation = config.speculation
+    sampler, speculation = Sampler(eos, grammar_mask), config.speculation
     drafter = None if speculation is None else NgramDrafter()
-    runner = ModelRunner(program, store, Sampler(eos, grammar_mask), device, drafter)
-    executor = InProcessExecutor(runner)
+    executor: Executor
+    if collectives is None:
+        worker.load()
+        plan = plan or worker.plan(worker.spare_bytes)
+        executor = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler, drafter))
+        weight_bytes = worker.model.num_bytes
+    else:
+        executor, plan = RankExecutor.start(worker, collectives, plan, sampler, drafter)
+        weight_bytes = executor.weight_bytes
+    policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
     pacer = slo_policy = draft_policy = pace = None
     if config.slo is not None or (speculation is not None and speculation.adaptive):
-        trial = run_trial(executor, plan, architecture.vocab_size, policy)
+        trial = run_trial(executor, plan, vocab_size, policy)
         step_costs = StepCostModel(trial.cost)
         if config.slo is not None:
             slo_policy = slo_policy_of(config.slo, policy, trial, step_costs)
@@ -270,30 +245,31 @@ def _build(config: EngineConfig) -> Engine:
         policy = msgspec.structs.replace(policy, num_draft_tokens=speculation.num_tokens)
     info = EngineInfo(
         model=config.model,
-        vocab_size=architecture.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=plan.max_model_len,
         eos_token_ids=sorted(eos),
         num_blocks=plan.num_blocks,
         block_tokens=config.block_tokens,
         num_kv_groups=len(plan.layout.groups),
+        num_ranks=config.tensor_parallel,
         kv_cache_bytes=plan.kv_cache_bytes,
-        weight_bytes=model.num_bytes,
-        device=str(device),
-        fingerprint=_fingerprint(checkpoint, loader, program, dtypes, device),
+        weight_bytes=weight_bytes,
+        device=worker.device.type if collectives else str(worker.device),
+        fingerprint=_fingerprint(worker, executor.runner.program),
         pace=pace,
     )
+    kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
     return Engine(scheduler, executor, info, config, pacer=pacer)
 
 
-def _fingerprint(
-    checkpoint: Checkpoint, loader: ModelLoader, program: Program, dtypes: Dtypes, device: torch.device
-) -> dict[str, str]:
+def _fingerprint(worker: Worker, program: Program) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
-    tied = checkpoint.architecture.tie_word_embeddings
+    tied, dtypes = worker.architecture.tie_word_embeddings, worker.dtypes
+    several = {"tensor_parallel": str(worker.config.tensor_parallel)} if worker.collectives is not None else {}
     return {
-        "model_code": loader.implementation,
-        "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(loader.schemes.items())),
+        "model_code": worker.loader.implementation,
+        "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(worker.loader.schemes.items())),
         "program": program.name,
         "linear_kernels": ", ".join(sorted(program.model.kernels)),
         "attention_kernel": program.attention_kernel,
@@ -301,7 +277,8 @@ def _fingerprint(
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
         "head": f"{dtypes.dtype}{', tied' if tied else ''}",
-        "device": device.type,
+        "device": worker.device.type,
+        **several,
     }
 
 
@@ -317,11 +294,3 @@ def _eos_token_ids(checkpoint: Checkpoint) -> set[int]:
         for token_id in (value if isinstance(value, list) else [value])
         if isinstance(token_id, int)
     }
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no CUDA device here (use --device cpu)")
-    return torch.device(name)

@@ -4,11 +4,8 @@ It steps while there is work and blocks while there is none, so that a busy step
 it. It ends with its parent, whatever the parent dies of: stdin stays open as long as the parent lives.
 """
 
-import contextlib
-import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -29,6 +26,7 @@ from llmq.runtime.messages import (
     Shutdown,
     ToEngine,
 )
+from llmq.runtime.parent_watch import die_with_parent
 from llmq.runtime.request import EngineInfo, EngineRequest, EngineStats, RequestOutput
 
 
@@ -41,6 +39,8 @@ class EngineLike(Protocol):
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]: ...
     def step(self) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
+    def check(self) -> None: ...  # raises where it can go on no more
+    def close(self) -> None: ...
     @property
     def has_unfinished_requests(self) -> bool: ...
 
@@ -59,6 +59,7 @@ class EngineLoop:
         while True:
             busy = self._engine.has_unfinished_requests
             if not busy and not self._inbox.poll(HEARTBEAT_S * 1000):
+                self._engine.check()
                 self._send(Heartbeat())
                 continue
             answers: list[RequestOutput] = []
@@ -91,7 +92,7 @@ def main(make_engine: Callable[[EngineConfig], EngineLike] | None = None) -> int
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    _die_with_parent()
+    die_with_parent()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in zip((inbox, outbox), sys.argv[1:3], strict=True):
@@ -102,6 +103,7 @@ def main(make_engine: Callable[[EngineConfig], EngineLike] | None = None) -> int
     def send(message: FromEngine) -> None:
         outbox.send(encode(message))
 
+    engine: EngineLike | None = None
     try:
         engine = (make_engine or _load_engine)(config)
         send(Ready(engine.info, engine.stats()))
@@ -115,6 +117,8 @@ def main(make_engine: Callable[[EngineConfig], EngineLike] | None = None) -> int
         send(Failed(reason, exit_code or 1))
         return exit_code or 1
     finally:
+        if engine is not None:
+            engine.close()
         context.destroy(linger=1000)
 
 
@@ -122,23 +126,6 @@ def _load_engine(config: EngineConfig) -> EngineLike:
     from llmq.runtime.engine import Engine
 
     return Engine.from_config(config)
-
-
-def _die_with_parent() -> None:
-    """Leave no orphan: on Linux the kernel kills this process at once, elsewhere the end of stdin does."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-    def wait_for_end_of_stdin() -> None:
-        while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would be held when Python ends
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end_of_stdin, daemon=True, name="parent-watch").start()
 
 
 if __name__ == "__main__":

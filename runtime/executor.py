@@ -8,7 +8,16 @@ from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
 
 
 class Executor(Protocol):
+    runner: ModelRunner  # in this process: the first rank's, where there are several
+
     def submit(self, plan: SchedulerOutput) -> "Future[StepResult]": ...
+    def check(self) -> None:
+        """Raises the reason why no plan can be run any more, if there is one: what ended may have ended at rest."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for it."""
+        ...
 
 
 class InProcessExecutor:
@@ -24,3 +33,9 @@ class InProcessExecutor:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -26,21 +26,27 @@ class KVCachePlan:
         return self.num_blocks * self.layout.block_bytes
 
 
-def plan_kv_cache(
-    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, available_bytes: int
-) -> KVCachePlan:
-    """Blocks and longest request of an engine.
-
-    `available_bytes` is what the KV-cache may take where `--kv-cache-memory` does not say. Without `--max-model-len`
-    the longest request is what fits, up to the model's own context. Raises InputError where one request cannot fit,
-    with what it needs, what there is, and what would work.
-    """
-    layout = KVCacheLayout.of(
+def rank_layout(architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes) -> KVCacheLayout:
+    """Of the KV-cache on each rank."""
+    return KVCacheLayout.of(
         architecture,
         dtypes.kv_dtype,
         block_tokens=config.block_tokens,
+        tensor_parallel=config.tensor_parallel,
         dynamic_scales=not dtypes.has_static_kv_scales,
     )
+
+
+def plan_kv_cache(
+    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, available_bytes: int
+) -> KVCachePlan:
+    """Blocks and longest request of an engine; of several ranks each has the same blocks, with its own heads in them.
+
+    `available_bytes` is what the KV-cache of a rank may take where `--kv-cache-memory` does not say. Without
+    `--max-model-len` the longest request is what fits, up to the model's own context. Raises InputError where one
+    request cannot fit, with what it needs, what there is, and what would work.
+    """
+    layout = rank_layout(architecture, config, dtypes)
     context, step_tokens = architecture.max_position_embeddings, config.max_num_batched_tokens
     if config.max_model_len is not None and not 1 <= config.max_model_len <= context:
         raise InputError(f"--max-model-len {config.max_model_len}: this model's context is 1 to {context} tokens")

@@ -1,7 +1,7 @@
 """ModelRunner: owns program, KVStore and device buffers, executes plans, and decides nothing."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,15 +31,20 @@ class ModelRunner:
         self,
         program: Program,
         store: KVStore,
-        sampler: Sampler,
+        sampler: Sampler | None,
         device: torch.device,
         drafter: Drafter | None = None,
+        *,
+        is_alone: bool = True,
     ) -> None:
+        """is_alone: no other rank computes the same program. Of several the first samples, the others have no sampler
+        and learn of its tokens by `take_tokens`."""
         self.program = program
         self.sampler = sampler
         self.device = device
         self.store = store
         self.drafter = drafter
+        self._is_alone = is_alone
         self.logits_observer: LogitsObserver | None = None
         self._requests: dict[str, RunnerRequest] = {}
 
@@ -77,6 +82,13 @@ class ModelRunner:
             draft = list(itertools.takewhile(lambda token_id, ends=ends: token_id not in ends, draft))
             results[request.request_id] = msgspec.structs.replace(results[request.request_id], draft_token_ids=draft)
 
+    def take_tokens(self, sampled: Mapping[str, list[int]]) -> None:
+        """What the first rank sampled in the last step."""
+        for request_id, token_ids in sampled.items():
+            request = self._requests[request_id]
+            request.token_ids.extend(token_ids)
+            request.forks = []
+
     def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
         """Results of some of a step's items, each ending at worst in an error of its own.
 
@@ -90,6 +102,8 @@ class ModelRunner:
             hidden, sampled = self._forward(items, requests)
             scored = self._score_prompts(items, requests, hidden)
         except Exception as error:
+            if not self._is_alone:
+                raise  # other ranks wait in this very forward: none can begin another
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises where the device itself is lost: then nothing can go on
             if len(items) == 1:
@@ -132,6 +146,8 @@ class ModelRunner:
             logits = self.program.logits(hidden[torch.tensor(rows, device=self.device)])
         else:
             logits = self.program.logits(hidden)
+        if logits is None:
+            return hidden, [[] for _ in items]
         if len(owners) > len(rows):
             logits = logits.repeat_interleave(torch.tensor(copies, device=self.device), dim=0)
         made = iter(sample_with_drafts(self.sampler, logits, owners, guesses))
@@ -161,6 +177,8 @@ class ModelRunner:
             begin += item.num_scheduled_tokens
         for tile in range(0, len(rows), LOGITS_TILE):
             logits = self.program.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])
+            if logits is None:
+                continue
             offset = 0
             for index, of_item in itertools.groupby(owners[tile : tile + LOGITS_TILE]):
                 count, position = len(list(of_item)), positions[tile + offset]

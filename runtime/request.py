@@ -100,6 +100,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     num_blocks: int
     block_tokens: int
+    num_ranks: int = 1  # `kv_cache_bytes` are of each, `weight_bytes` of all
     num_kv_groups: int = 1  # of more than one a block of each holds its own number of tokens
     kv_cache_bytes: int
     weight_bytes: int

@@ -129,7 +129,7 @@ def check_ranks(
     """
     if num_ranks == 1:
         return
-    family = architecture.family
+    config, family = {**config, **(config.get("text_config") or {})}, architecture.family
     if family is None:
         raise InputError(
             f"--tp {num_ranks}: model_type {architecture.model_type!r} runs by transformers' own code, which llmq does "

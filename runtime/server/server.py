@@ -195,12 +195,13 @@ def _ready_line(
         blocks += f" × {info.block_tokens} = {info.num_blocks * info.block_tokens} tokens"
     else:
         blocks += f" for {info.num_kv_groups} kinds of layers"
+    ranks = f"{info.num_ranks} ranks of " if info.num_ranks > 1 else ""
     host, port = listener.getsockname()[:2]
     parts = [
         f"llmq serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1",
         f"model {service.model_name}",
-        f"weights {format_bytes(info.weight_bytes)} on {info.device}",
-        f"KV-cache {blocks}, {format_bytes(info.kv_cache_bytes)}",
+        f"weights {format_bytes(info.weight_bytes)} on {ranks}{info.device}",
+        f"KV-cache {blocks}, {format_bytes(info.kv_cache_bytes)}{' a rank' if ranks else ''}",
         f"at most {format_count(info.max_model_len, 'token')} a request, "
         f"{format_count(engine.max_num_seqs, 'request')} and "
         f"{format_count(engine.max_num_batched_tokens, 'token')} a step",

@@ -79,6 +79,12 @@ class FakeEngine:
                 del self._running[output.request_id]
         return outputs
 
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         used = sum(-(-len(state.request.prompt_token_ids) // BLOCK_TOKENS) for state in self._running.values())
         return EngineStats(

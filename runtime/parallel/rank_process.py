@@ -1,0 +1,94 @@
+"""The process of a rank that is not the first: `python -m llmq.runtime.parallel.rank_process FD`.
+
+It does what it is told over the socket FD, and ends with its parent, whatever the parent dies of.
+"""
+
+import contextlib
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from llmq.runtime.parallel.messages import (
+    Allocate,
+    Allocated,
+    Failed,
+    FromRank,
+    Loaded,
+    LostPeer,
+    Start,
+    Step,
+    Stop,
+    ToRank,
+)
+from llmq.runtime.parent_watch import die_with_parent
+
+
+class RankProcess:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._decode = msgspec.msgpack.Decoder(ToRank).decode
+
+    def run(self) -> None:
+        """Until Stop, or the parent is gone."""
+        from llmq.runtime.parallel.collectives import ProcessGroup
+        from llmq.runtime.worker import Worker
+
+        start: Start = self._receive()
+        config = start.config
+        collectives = ProcessGroup(start.rank, config.tensor_parallel, in_order=config.batch_invariant)
+        worker = Worker(config, collectives)
+        worker.load()
+        self.send(Loaded(worker.model.num_bytes, worker.spare_bytes))
+        allocate = self._receive()
+        if not isinstance(allocate, Allocate):
+            return
+        collectives.connect(Path(allocate.meeting_point), worker.device)
+        runner = worker.make_runner(allocate.num_blocks)
+        self.send(Allocated())
+        while isinstance(step := self._receive(), Step):
+            runner.take_tokens(step.sampled)
+            runner.execute(step.plan)
+
+    def send(self, message: FromRank) -> None:
+        self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def _receive(self) -> ToRank:
+        try:
+            return self._decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return Stop()
+
+
+def main() -> int:
+    # The first rank decides when to end: Ctrl-C and a service manager's SIGTERM reach the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
+    process = RankProcess(Connection(int(sys.argv[1])))
+    try:
+        process.run()
+        return 0
+    except Exception as error:
+        words = _last_words(error)
+        with contextlib.suppress(OSError):  # the first rank is gone
+            process.send(words)
+        return words.exit_code if isinstance(words, Failed) else 1
+
+
+def _last_words(error: Exception) -> Failed | LostPeer:
+    from llmq.runtime.parallel.collectives import LostPeerError
+
+    if isinstance(error, LostPeerError):
+        return LostPeer(str(error))
+    if (exit_code := getattr(error, "exit_code", None)) is not None:
+        return Failed(str(error), exit_code)
+    traceback.print_exc()
+    return Failed(f"{type(error).__name__}: {error}", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""`llmq serve --tp`: ranks as processes behind the real server."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from served import Served
+from tiny_model import save_tiny_model
+
+pytestmark = pytest.mark.system
+
+TEXT = "/v1/completions"
+
+
+def rank_pids(server: Served) -> list[int]:
+    engine = server.engine_pid()
+    listed = [path.read_text().split() for path in Path(f"/proc/{engine}/task").glob("*/children")]
+    return sorted(int(pid) for pids in listed for pid in pids)
+
+
+def are_gone(pids: list[int], patience_s: float = 10) -> bool:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_smollm2_on_three_ranks_says_what_one_says(smollm2: Path):
+    body = {"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    flags = ("--dtype", "fp32", "--kv-cache-memory", "32MiB", "--max-model-len", "256")
+    texts = []
+    for tp in ("1", "3"):
+        server = Served(smollm2, *flags, "--tp", tp)
+        texts.append(server.complete(**body)["choices"][0]["text"])
+        if tp == "3":
+            assert "on 3 ranks of cpu" in server.stderr
+            assert "tensor_parallel 3" in server.stderr
+            assert "program torch" in server.stderr
+            ranks = rank_pids(server)
+            assert len(ranks) == 2
+        assert server.stop() == 0, server.stderr
+    assert texts[0] == texts[1]
+    assert are_gone(ranks)
+
+
+@pytest.fixture
+def tiny(tiny_llama) -> Path:
+    return tiny_llama(model_type="qwen2")
+
+
+def test_a_rank_killed_in_a_stream_ends_all_with_its_reason(tiny):
+    server = Served(tiny, "--tp", "2")
+    engine, (victim,) = server.engine_pid(), rank_pids(server)
+    events = []
+    body = {"model": "smol", "prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", TEXT, json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+            if len(events) == 3:
+                os.kill(victim, signal.SIGKILL)
+    assert len(events) < 240
+    assert f"rank 1 (pid {victim}) ended by signal 9" in json.loads(events[-1])["error"]["message"]
+    assert server.wait(30) == 1
+    assert f"rank 1 (pid {victim}) ended by signal 9" in server.stderr
+    assert "Traceback" not in server.stderr
+    assert are_gone([engine, victim])
+
+
+@pytest.mark.parametrize("target", ["server", "engine", "rank at rest"])
+def test_whoever_dies_takes_all_along(tiny, target):
+    server = Served(tiny, "--tp", "2")
+    engine, (rank,) = server.engine_pid(), rank_pids(server)
+    os.kill({"server": server.process.pid, "engine": engine, "rank at rest": rank}[target], signal.SIGKILL)
+    assert server.wait(30) == (-9 if target == "server" else 1)
+    assert are_gone([engine, rank])
+
+
+def test_ctrl_c_finishes_what_runs(tiny):
+    server = Served(tiny, "--tp", "2")
+    pids = [server.engine_pid(), *rank_pids(server)]
+    # As a terminal does it: to every process of the group.
+    for pid in [*pids, server.process.pid]:
+        os.kill(pid, signal.SIGINT)
+    assert server.wait(30) == 0, server.stderr
+    assert "Traceback" not in server.stderr
+    assert are_gone(pids)
+
+
+def test_a_mixture_of_experts_over_http(tmp_path, tiny_llama):
+    folder = save_tiny_model(tmp_path / "moe", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_llama() / name).read_bytes())
+    body = {"prompt": [5, 6, 7], "max_tokens": 32, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    answers = []
+    for tp in ("1", "2"):
+        server = Served(folder, "--dtype", "fp32", "--tp", tp)
+        answers.append(server.complete(**body)["choices"][0]["logprobs"])
+        assert server.stop() == 0
+    assert answers[0]["tokens"] == answers[1]["tokens"]
+    assert answers[0]["token_logprobs"] == pytest.approx(answers[1]["token_logprobs"], abs=1e-3)
