@@ -86,15 +86,19 @@ def memory_bandwidth(clock: Clock) -> float:
     return _SUMMED_BYTES / median(times)
 
 
-def step_bytes(engine: Engine, batch: int, arguments: argparse.Namespace) -> int:
-    """Weights without the embedding's rows, which are looked up, and K and V of the middle of the measurement."""
+def weights_read_bytes(engine: Engine) -> int:
+    """Of a step: all weights but the embedding's rows, which are looked up."""
     decoder = engine.executor.runner.program.model
-    weights = decoder.num_bytes
-    if getattr(decoder.head.linear, "weight", None) is not decoder.embedding:
-        weights -= decoder.embedding.nbytes
+    if getattr(decoder.head.linear, "weight", None) is decoder.embedding:
+        return decoder.num_bytes
+    return decoder.num_bytes - decoder.embedding.nbytes
+
+
+def step_bytes(engine: Engine, batch: int, arguments: argparse.Namespace) -> int:
+    """Weights, and K and V of the middle of the measurement."""
     layout = engine.executor.runner.store.layout
     tokens = arguments.context + arguments.tokens // 2
-    return weights + batch * sum(group.bytes_per_token * tokens for group in layout.groups)
+    return weights_read_bytes(engine) + batch * sum(group.bytes_per_token * tokens for group in layout.groups)
 
 
 def measure(arguments: argparse.Namespace) -> Report:

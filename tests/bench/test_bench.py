@@ -6,12 +6,14 @@ import bench_consumers
 import bench_contention
 import bench_decode
 import bench_eval_speed
+import bench_http_overhead
 import bench_kv_dtypes
 import bench_paging
 import bench_prefix_cache
 import bench_scheduler
 import bench_slo
 import bench_soak
+import bench_start
 import bench_static_batching
 import pytest
 
@@ -160,6 +162,8 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         lambda _: bench_static_batching.main(["--model", "smollm2-135m"]),
         bench_contention.main,
         bench_decode.main,
+        bench_http_overhead.main,
+        bench_start.main,
         bench_soak.main,
         bench_kv_dtypes.main,
         lambda _: bench_slo.main(["--model", "smollm2-135m"]),
@@ -172,6 +176,8 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         "static batching",
         "contention",
         "decode",
+        "HTTP overhead",
+        "start",
         "soak",
         "kv dtypes",
         "slo",
@@ -219,3 +225,22 @@ def test_a_difference_is_told_with_its_margins():
     assert bench_eval_speed.difference(sample(["abc"]), sample(["abd"]))["parted_at_character"] == 2
     assert bench_eval_speed.difference(sample([[-1.0, True]]), sample([[-1.1, False]]))["hf_nats"] == -1.1
     assert bench_eval_speed.difference(sample([[-1.0, True]]), sample([[-1.1, True]])) is None
+
+
+def test_a_servers_cpu_time_is_told_from_a_steps(tiny_llama):
+    model = str(tiny_llama(max_position_embeddings=128))
+    found = bench_http_overhead.main([model, "--streams", "3", "--prompt", "10", "--tokens", "100", "--turns", "2"])
+    assert found["steps"] == pytest.approx([97, 97], abs=15)
+    assert found["tokens_a_step"] == pytest.approx(3, abs=0.2)
+    assert found["step_us"] > 0
+    assert found["scheduler_us"] > 0
+    assert len(found["overheads"]) == 2
+
+
+def test_a_start_is_told_by_its_phases(tiny_llama):
+    turns = bench_start.main([str(tiny_llama(max_position_embeddings=256)), "--turns", "1"])["turns"]
+    ends = list(turns["an engine"][0]["ends"].values())
+    assert len(ends) == 5
+    assert ends == sorted(ends)
+    assert 0 < turns["llmq serve"][0]["ends"]["ready"] < turns["llmq serve"][0]["ends"]["first token"]
+    assert turns["llmq serve"][0]["peak_bytes"] > turns["an engine"][0]["peak_bytes"] > 2**26
