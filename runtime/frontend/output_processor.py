@@ -1,7 +1,9 @@
 """OutputProcessor: what the engine's tokens mean to a reader. Text, stop strings, finish reasons, usage."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from llmq.runtime.frontend.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from llmq.runtime.frontend.tokenizer import Tokenizer
@@ -16,13 +18,12 @@ class ScoredToken:
     text_offset: int
 
 
-@dataclass(frozen=True)
-class SequenceDelta:
+class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine output added to a sequence."""
 
     request_id: str
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     scored_tokens: list[ScoredToken] | None = None  # one per token, when log probabilities were asked for
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
@@ -51,7 +52,9 @@ class OutputStream:
 
     def __init__(self, client: "EngineClient", timeout_s: float | None = None) -> None:
         self._client = client
-        self._queue: asyncio.Queue[RequestOutput | EngineDeadError | CutOffError | TimedOutError] = asyncio.Queue()
+        # One reads and many put: an asyncio.Queue, which serves many readers, costs as much as making the text.
+        self._arrived: deque[RequestOutput | EngineDeadError | CutOffError | TimedOutError] = deque()
+        self._reader: asyncio.Future[None] | None = None  # that waits for something to arrive
         self._unfinished: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
@@ -79,13 +82,19 @@ class OutputStream:
         self.put(TimedOutError())
 
     def put(self, output: RequestOutput | EngineDeadError | CutOffError | TimedOutError) -> None:
-        self._queue.put_nowait(output)
+        self._arrived.append(output)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """Raises EngineDeadError when the engine dies, CutOffError when the server can wait no longer, TimedOutError
         when the time is up."""
+        loop = asyncio.get_running_loop()
         while self._unfinished:
-            output = await self._queue.get()
+            if not self._arrived:
+                self._reader = loop.create_future()
+                await self._reader
+            output = self._arrived.popleft()
             if isinstance(output, Exception):
                 self._unfinished.clear()
                 raise output

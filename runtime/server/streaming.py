@@ -64,7 +64,7 @@ async def events(
         async with aclosing(deltas):
             async for choice, delta in deltas:
                 chunks = answer.chunks(choice, delta)
-                if chunks and not generation.num_unfinished:
+                if chunks and delta.finish_reason is not None and not generation.num_unfinished:
                     chunks[-1]["timings"] = generation.timings()
                 so_far = usage(*generation.usage_counts()) if options.continuous_usage_stats else None
                 for chunk in chunks:
