@@ -10,7 +10,7 @@ from llmq.runtime.attention.native import native_planes
 from llmq.runtime.kernels import native
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.layers.linear import Linear, SplitLinear
-from llmq.runtime.layers.mlp import ACTIVATIONS, MLP
+from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Experts
 from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.layers.norm import LayerNorm, Norm
 from llmq.runtime.layers.self_attention import SelfAttention
@@ -74,6 +74,8 @@ class _Lowering:
             self._attention(part, source, out)
         elif isinstance(part, MLP):
             self._mlp(part, source, out)
+        elif isinstance(part, Experts):
+            self._experts(part, source, out)
         else:
             raise NotLoweredError(f"no native operation for {type(part).__name__}")
 
@@ -94,9 +96,29 @@ class _Lowering:
         self.program.add_attention(settings.num_heads, settings.scale, settings.softcap or 0.0, *where, mixed)
         self._linear(part.o, mixed, out)
 
+    def _experts(self, part: Experts, source: int, out: int) -> None:
+        wides, outs = ([getattr(expert, name) for expert in part.experts] for name in ("wide", "out"))
+        for linear in (*wides, *outs):
+            if not isinstance(linear, NativeLinear):
+                raise NotLoweredError(f"no native operation for an expert's linears by {linear.kernel}")
+        first = part.experts[0]
+        width = wides[0].out_features
+        logits = self._buffer("router", len(part.experts))
+        self._linear(part.router, source, logits)
+        self.program.add_experts(
+            *([(one.packed, one.activations, one.input_scale) for one in linears] for linears in (wides, outs)),
+            part.per_token,
+            part.renormalize,
+            _function(first),
+            first.gated,
+            width // 2 if first.gated else width,
+            source,
+            logits,
+            out,
+        )
+
     def _mlp(self, part: MLP, source: int, out: int) -> None:
-        names = [name for name, function in ACTIVATIONS.items() if function is part.activation]
-        function = getattr(native.ActivationFunction, _FUNCTIONS[names[0]])
+        function = _function(part)
         width = _out_features(part.wide)
         size = width // 2 if part.gated else width
         wide, active = self._buffer("wide", width), self._buffer("active", size)
@@ -132,6 +154,11 @@ class _Lowering:
         if (name, width) not in self.buffers:
             self.buffers[name, width] = self.program.add_buffer(width)
         return self.buffers[name, width]
+
+
+def _function(part: MLP) -> "native.ActivationFunction":
+    names = [name for name, function in ACTIVATIONS.items() if function is part.activation]
+    return getattr(native.ActivationFunction, _FUNCTIONS[names[0]])
 
 
 def _out_features(linear: Linear) -> int:

@@ -36,5 +36,13 @@ class NativeProgram:
         )
         return hidden
 
+    def start_timing(self) -> None:
+        """From here on the operations of each step are timed."""
+        self._lowered.program.start_timing()
+
+    def operation_times(self) -> list[tuple[str, float]]:
+        """(operation, seconds) of each, in their order, of all steps since `start_timing`."""
+        return self._lowered.program.times()
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)

@@ -15,6 +15,7 @@ import bench_slo
 import bench_soak
 import bench_start
 import bench_static_batching
+import bench_step
 import pytest
 
 from llmq.evals.samples import Sample
@@ -164,6 +165,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         bench_decode.main,
         bench_http_overhead.main,
         bench_start.main,
+        bench_step.main,
         bench_soak.main,
         bench_kv_dtypes.main,
         lambda _: bench_slo.main(["--model", "smollm2-135m"]),
@@ -178,6 +180,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         "decode",
         "HTTP overhead",
         "start",
+        "step",
         "soak",
         "kv dtypes",
         "slo",
@@ -195,6 +198,17 @@ def test_programs_are_measured_by_turns(tiny_llama):
     assert [one["work"] for one in measured[2::2]] == ["decode 2", "prefill 40"]
     # Layers and the tied head once, and the K and V of 23 tokens: what torch and native read alike.
     assert measured[0]["bytes_per_step"] == measured[1]["bytes_per_step"]
+
+
+@pytest.mark.skipif(native is None, reason=why_absent)
+@pytest.mark.parametrize("work", [["--batch", "2", "--tokens", "5"], ["--prefill", "90"]])
+def test_the_parts_of_a_step_add_up_to_it(tiny_llama, work):
+    found = bench_step.main([str(tiny_llama(max_position_embeddings=128)), "--context", "20", *work])
+    parts = found["parts_s"]
+    assert sum(parts.values()) == pytest.approx(found["seconds"])
+    assert {"head", "sampler", "attention", "linear 128x64"} < set(parts)
+    assert found["steps"] == (4 if work[0] == "--batch" else 1)
+    assert min(parts.values()) > 0
 
 
 def test_both_backends_of_lm_eval_predict_the_same_and_timings_are_kept(tiny_llama, shared, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/tuple.h>
 
@@ -50,6 +52,22 @@ void bind_program(nb::module_& module) {
           "size"_a, "after"_a, "scale"_a, "before"_a, "x"_a, "y"_a, "out"_a)
       .def("add_activate", &Program::add_activate, "function"_a, "gated"_a, "size"_a, "input"_a, "out"_a)
       .def(
+          "add_experts",
+          [](Program& self, const std::vector<std::tuple<const PackedWeight*, Activations::Mode, float>>& wides,
+             const std::vector<std::tuple<const PackedWeight*, Activations::Mode, float>>& outs, int per_token,
+             bool renormalize, ActivationFunction function, bool gated, int64_t size, int in, int logits, int out) {
+            std::vector<Expert> experts;
+            for (size_t index = 0; index < wides.size(); index++) {
+              const auto& [wide, wide_mode, wide_scale] = wides[index];
+              const auto& [last, last_mode, last_scale] = outs[index];
+              experts.push_back({{wide, {wide_mode, wide_scale}}, {last, {last_mode, last_scale}}});
+            }
+            self.add_experts(Experts(std::move(experts), per_token, renormalize, function, gated, size), in, logits,
+                             out);
+          },
+          "wides"_a, "outs"_a, "per_token"_a, "renormalize"_a, "function"_a, "gated"_a, "size"_a, "input"_a,
+          "logits"_a, "out"_a, "Borrows the weights: (weight, activations, input_scale) of each expert.")
+      .def(
           "add_qkv",
           [](Program& self, int num_heads, const Norm& q_norm, const Norm& k_norm, uintptr_t cos, uintptr_t sin,
              int half, const KVPlane& keys, const KVPlane& values, int group, int qkv) {
@@ -66,6 +84,15 @@ void bind_program(nb::module_& module) {
                                out);
           },
           "num_heads"_a, "scale"_a, "softcap"_a, "keys"_a, "values"_a, "group"_a, "qkv"_a, "out"_a)
+      .def("start_timing", &Program::start_timing, "From here on runs are timed, operation by operation.")
+      .def(
+          "times",
+          [](const Program& self) {
+            std::vector<std::pair<std::string, double>> result;
+            for (const auto& [operation, seconds] : self.times()) result.emplace_back(operation, seconds);
+            return result;
+          },
+          "(operation, seconds) of each, in their order, of all runs since start_timing.")
       .def(
           "run",
           [](Program& self, int64_t num_tokens, uintptr_t token_ids, uintptr_t positions,

@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 
 #include "kernels.h"
@@ -8,6 +9,8 @@
 
 namespace llmq {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kLine = 32;  // numbers in a cache line
 // Numbers that a thread takes at a time of what needs a few instructions each: fewer are done before another is awake.
@@ -45,6 +48,10 @@ void Program::add_activate(ActivationFunction function, bool gated, int64_t size
   operations_.push_back(Activate{{function, gated, size, {}, {}}, in, out});
 }
 
+void Program::add_experts(Experts experts, int in, int logits, int out) {
+  operations_.push_back(Mixture{std::make_shared<Experts>(std::move(experts)), in, logits, out});
+}
+
 void Program::add_qkv(const QkvCall& call, int group, int qkv) { operations_.push_back(Qkv{call, group, qkv}); }
 
 void Program::add_attention(const AttentionCall& call, int group, int qkv, int out) {
@@ -55,9 +62,29 @@ void Program::run(const Step& step, int result, uint16_t* out) {
   reserve(step.num_tokens);
   result_ = result;
   out_ = out;
-  for (const Operation& operation : operations_) {
-    std::visit([&](const auto& one) { run(one, step); }, operation);
+  auto before = seconds_.empty() ? Clock::time_point{} : Clock::now();
+  for (size_t index = 0; index < operations_.size(); index++) {
+    std::visit([&](const auto& one) { run(one, step); }, operations_[index]);
+    if (seconds_.empty()) continue;
+    const auto after = Clock::now();
+    seconds_[index] += std::chrono::duration<double>(after - before).count();
+    before = after;
   }
+}
+
+void Program::start_timing() { seconds_.assign(operations_.size(), 0); }
+
+std::vector<Program::Time> Program::times() const {
+  std::vector<Time> result;
+  for (size_t index = 0; index < seconds_.size(); index++) {
+    result.push_back({std::visit([](const auto& one) { return name_of(one); }, operations_[index]), seconds_[index]});
+  }
+  return result;
+}
+
+std::string Program::name_of(const Linear& operation) {
+  const PackedWeight& weight = *operation.weight;
+  return "linear " + std::to_string(weight.out_features) + "x" + std::to_string(weight.in_features);
 }
 
 void Program::reserve(int64_t num_tokens) {
@@ -104,6 +131,10 @@ void Program::run(Activate operation, const Step& step) const {
   operation.call.in = rows(operation.in);
   operation.call.out = rows(operation.out);
   for_rows(model_kernels().activate, operation.call, step.num_tokens, 2 * operation.call.size);
+}
+
+void Program::run(const Mixture& operation, const Step& step) const {
+  operation.experts->run(rows(operation.in), rows(operation.logits), step.num_tokens, rows(operation.out));
 }
 
 void Program::run(Qkv operation, const Step& step) const {

@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <variant>
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "row_kernels.h"
 
@@ -39,10 +41,17 @@ class Program {
   // `call` without its rows: x += scale · after(y), out = before(x); y, out: -1 for none.
   void add_residual(const ResidualCall& call, int x, int y, int out);
   void add_activate(ActivationFunction function, bool gated, int64_t size, int in, int out);
+  // `logits`: of the router.
+  void add_experts(Experts experts, int in, int logits, int out);
   // `call` without its rows, positions and slots.
   void add_qkv(const QkvCall& call, int group, int qkv);
   // `call` without queries and output: they lie at the start of the rows of `qkv`.
   void add_attention(const AttentionCall& call, int group, int qkv, int out);
+
+  // What runs took of each operation since, in the order in which they were added; a clock is read between them.
+  struct Time { std::string operation; double seconds; };
+  void start_timing();
+  std::vector<Time> times() const;
 
   // `out`: bfloat16 [num_tokens, width of `result`], what the buffer `result` holds at the end.
   void run(const Step& step, int result, uint16_t* out);
@@ -52,10 +61,19 @@ class Program {
   struct Linear { const PackedWeight* weight; Activations activations; int in, out; int64_t column; };
   struct Residual { ResidualCall call; int x, y, out; };
   struct Activate { ActivateCall call; int in, out; };
+  struct Mixture { std::shared_ptr<Experts> experts; int in, logits, out; };
   struct Qkv { QkvCall call; int group, qkv; };
   struct Attention { AttentionCall call; int group, qkv, out; };
-  using Operation = std::variant<Embed, Linear, Residual, Activate, Qkv, Attention>;
+  using Operation = std::variant<Embed, Linear, Residual, Activate, Mixture, Qkv, Attention>;
   struct Free { void operator()(void* memory) const { std::free(memory); } };
+
+  static std::string name_of(const Embed&) { return "embed"; }
+  static std::string name_of(const Linear& operation);
+  static std::string name_of(const Residual&) { return "residual, norm"; }
+  static std::string name_of(const Activate&) { return "activation"; }
+  static std::string name_of(const Mixture&) { return "experts"; }
+  static std::string name_of(const Qkv&) { return "norm, rotate, write K and V"; }
+  static std::string name_of(const Attention&) { return "attention"; }
 
   void reserve(int64_t num_tokens);
   Rows rows(int buffer) const;
@@ -63,6 +81,7 @@ class Program {
   void run(const Linear& operation, const Step& step) const;
   void run(Residual operation, const Step& step) const;
   void run(Activate operation, const Step& step) const;
+  void run(const Mixture& operation, const Step& step) const;
   void run(Qkv operation, const Step& step) const;
   void run(Attention operation, const Step& step) const;
 
@@ -73,6 +92,7 @@ class Program {
   int64_t capacity_ = 0;          // tokens
   int result_ = -1;               // the buffer that is the caller's own memory, in the run that goes on
   uint16_t* out_ = nullptr;
+  std::vector<double> seconds_;  // of each operation; empty: not timed
 };
 
 }  // namespace llmq

@@ -245,6 +245,19 @@ void activate(const ActivateCall& call, int64_t begin, int64_t end) {
   }
 }
 
+void combine(const CombineCall& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row++) {
+    const int64_t* place = call.place + row * call.choices;
+    const float* weights = call.weights + row * call.choices;
+    bf16* out = call.out[row];
+    for_vectors(call.size, [&](int64_t i, int n) {
+      F32 sum = F32::zero();
+      for (int k = 0; k < call.choices; k++) sum = sum + F32::load(call.x[place[k]] + i, n) * F32::all(weights[k]);
+      sum.store(out + i, n);
+    });
+  }
+}
+
 void prepare_qkv(const QkvCall& call, int64_t begin, int64_t end) {
   const int64_t size_q = int64_t{call.num_heads} * call.head_dim_k, size_k = int64_t{call.num_kv_heads} * call.head_dim_k;
   for (int64_t row = begin; row < end; row++) {
@@ -280,6 +293,6 @@ void write_kv(const KVPlane& plane, const void* x, bool is_float32, int64_t stri
 }  // namespace
 
 extern const ModelKernels model_kernels;
-const ModelKernels model_kernels = {embed, residual, activate, prepare_qkv, write_kv, attend};
+const ModelKernels model_kernels = {embed, residual, activate, combine, prepare_qkv, write_kv, attend};
 
 }  // namespace llmq::LLMQ_ISA

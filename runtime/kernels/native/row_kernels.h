@@ -72,11 +72,22 @@ struct QkvCall {
   KVPlane keys, values;
 };
 
+// out[t] = Σ weights[t, k] · x[place[t, k]] over the choices of a token, in their order.
+struct CombineCall {
+  Rows x;
+  const int64_t* place;  // [tokens, choices]
+  const float* weights;  // likewise
+  int choices;
+  int64_t size;
+  Rows out;
+};
+
 // The functions of one instruction set.
 struct ModelKernels {
   void (*embed)(const EmbedCall&, int64_t begin, int64_t end);
   void (*residual)(const ResidualCall&, int64_t begin, int64_t end);
   void (*activate)(const ActivateCall&, int64_t begin, int64_t end);
+  void (*combine)(const CombineCall&, int64_t begin, int64_t end);
   void (*prepare_qkv)(const QkvCall&, int64_t begin, int64_t end);
   // K or V [num_tokens, num_kv_heads, head_dim] of either dtype -> the store.
   void (*write_kv)(const KVPlane&, const void* x, bool is_float32, int64_t stride, const int64_t* slot_block,

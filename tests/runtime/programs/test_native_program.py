@@ -1,5 +1,6 @@
 """The native program: its operations against float64, and whole steps against the decoder's own forward."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ if native is None:
     pytest.skip(why_absent, allow_module_level=True)
 
 from llmq.runtime.attention.native import NativeAttention
+from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.programs.eager import EagerProgram
 from llmq.runtime.programs.lowering import NotLoweredError
 from llmq.runtime.programs.native import NativeProgram
@@ -132,16 +134,65 @@ def test_residuals_equal_torch(isa, rows, width, scale, seed):
     assert torch.equal(run_rows(x, width, add), x + (y if scale == 1.0 else y * scale))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    rows=rows_of,
+    hidden=st.sampled_from([8, 40, 64]),
+    size=st.sampled_from([1, 24, 33]),
+    experts=st.sampled_from([1, 3, 8]),
+    per_token=st.integers(1, 3),
+    renormalize=st.booleans(),
+    gated=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_mixtures_equal_float64(isa, rows, hidden, size, experts, per_token, renormalize, gated, seed):
+    native.force_isa(isa)
+    per_token = min(per_token, experts)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, hidden, generator=generator).bfloat16()
+    router = torch.randn(experts, hidden, generator=generator).bfloat16()
+    wides = torch.randn(experts, 2 * size if gated else size, hidden, generator=generator).bfloat16()
+    outs = torch.randn(experts, hidden, size, generator=generator).bfloat16()
+    linears = [[NativeLinear(weight, None) for weight in weights] for weights in ([router], wides, outs)]
+
+    def add(program, source):
+        logits, result = program.add_buffer(experts), program.add_buffer(hidden)
+        program.add_linear(linears[0][0].packed, native.Activations.exact, 0.0, source, logits)
+        of_experts = ([(one.packed, one.activations, 0.0) for one in group] for group in linears[1:])
+        function = native.ActivationFunction.silu
+        program.add_experts(*of_experts, per_token, renormalize, function, gated, size, source, logits, result)
+        return result
+
+    made = run_rows(x, hidden, add)
+    probabilities = (x.double() @ router.double().T).bfloat16().double().softmax(dim=-1)
+    weights, chosen = probabilities.topk(per_token)
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    expected = torch.zeros(rows, hidden, dtype=torch.float64)
+    for row in range(rows):
+        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+            wide = (wides[expert].double() @ x[row].double()).bfloat16().double()
+            active = F.silu(wide[:size]).bfloat16().double() * wide[size:] if gated else F.silu(wide)
+            expected[row] += weight * (outs[expert].double() @ active.bfloat16().double())
+    error = (made.double() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-3)
+    # The last bit of a logit may turn a choice round.
+    is_clear = torch.ones(rows, dtype=torch.bool)
+    if experts > per_token:
+        kept, left = probabilities.topk(per_token + 1).values[:, -2:].unbind(-1)
+        is_clear = kept - left > 0.1 * kept
+        assert rows < 17 or is_clear.sum() > rows // 2
+    assert (error[is_clear] < 2e-2).all()
+    assert made.isfinite().all()
+
+
 def both_programs(folder, kv_dtype):
     decoder = load_native(folder)
     stores = [make_store(folder, kv_dtype) for _ in range(2)]
     return stores, [EagerProgram(decoder, stores[0], NativeAttention()), NativeProgram(decoder, stores[1])]
 
 
-LOWERED = [case for case in CASES if "num_local_experts" not in case[1]]
-
-
-@pytest.mark.parametrize(("model_type", "changes"), LOWERED, ids=str)
+@pytest.mark.parametrize(("model_type", "changes"), CASES, ids=str)
 def test_a_step_equals_the_decoders_own_forward(tmp_path, model_type, changes):
     """Same linears and same attention: what differs is how rows are normed, rotated, activated and stored."""
     folder = save_tiny_model(tmp_path, model_type, dtype="bfloat16", **changes)
@@ -151,7 +202,11 @@ def test_a_step_equals_the_decoders_own_forward(tmp_path, model_type, changes):
             program.forward(replace(make_step(store, PROMPTS, spans), output_rows=None)).float()
             for store, program in zip(stores, programs, strict=True)
         ]
-        assert float((made[1] - made[0]).norm() / made[0].norm()) < 4e-3
+        errors = (made[1] - made[0]).norm(dim=1) / made[0].norm(dim=1)
+        # The last bit of a router's input can turn its choice round: of few tokens.
+        limit = errors.quantile(0.85) if "num_local_experts" in changes else errors.max()
+        assert float(limit) < 8e-3
+        assert float(errors.median()) < 4e-3
     assert all(program.attention_kernel == f"native {native.isa()}" for program in programs)
 
 
@@ -178,6 +233,31 @@ def run_spans(decoder, store, steps, prompts):
         hidden = program.forward(make_step(store, prompts, spans))
         made.append(hidden[: spans[0][1] - spans[0][0]])
     return torch.cat(made)
+
+
+def test_operations_are_timed_from_when_it_is_asked(tmp_path):
+    folder = save_tiny_model(tmp_path, "llama", dtype="bfloat16")
+    store = make_store(folder)
+    program = NativeProgram(load_native(folder), store)
+    program.forward(make_step(store, PROMPTS, [(0, 9), (0, 1), (0, 1)]))
+    assert program.operation_times() == []
+    program.start_timing()
+    start = time.perf_counter()
+    program.forward(make_step(store, PROMPTS, [(9, 40), (1, 2), (1, 2)]))
+    most = time.perf_counter() - start
+    times = program.operation_times()
+    names = [name for name, _ in times]
+    assert names[:5] == [
+        "embed",
+        "residual, norm",
+        "linear 128x64",
+        "norm, rotate, write K and V",
+        "attention",
+    ]
+    assert names.count("attention") == 2
+    assert names.count("linear 256x64") == 2
+    assert all(seconds > 0 for _, seconds in times)
+    assert sum(seconds for _, seconds in times) < most
 
 
 def test_what_does_not_lower_says_why(tmp_path):
