@@ -1,6 +1,6 @@
 """The options of an engine as verbs take them, declared once: words -> EngineConfig."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -24,6 +24,15 @@ MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests in one batch.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Kernels = Annotated[str, typer.Option(help="Of a CPU: auto, torch, native.")]
+Head = Annotated[
+    str,
+    typer.Option(
+        help="Of native kernels, a head stored in 16 bit: auto (int8 where the layers are quantized), 16bit, int8."
+    ),
+]
+Activations = Annotated[
+    str, typer.Option(help="Of native kernels, what integer weights multiply: auto (exact), exact, int8.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
 TensorParallel = Annotated[
     int,
@@ -54,6 +63,8 @@ def engine_config(
     kv_dtype: str,
     device: str,
     kernels: str,
+    head: str,
+    activations: str,
     max_model_len: str,
     kv_cache_memory: str | None,
     **others: Any,
@@ -66,13 +77,17 @@ def engine_config(
     from llmq.runtime.dtypes import parse_dtype
 
     check_device(device)
-    check_kernels(kernels)
+    check_word("--kernels", kernels)
+    check_word("--head", head)
+    check_word("--activations", activations)
     return EngineConfig(
         model="",
         dtype=parse_dtype("--dtype", dtype),
         kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
         device=device,
         kernels=kernels,
+        head=head,
+        activations=activations,
         max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         **others,
@@ -94,9 +109,13 @@ def check_device(device: str) -> None:
         raise InputError(f"--device {device}: one of auto, cpu, cuda")
 
 
-def check_kernels(kernels: str) -> None:
-    if kernels not in ("auto", "torch", "native"):
-        raise InputError(f"--kernels {kernels}: one of auto, torch, native")
+def check_word(flag: str, word: str) -> None:
+    """Raises InputError for a word that the field of EngineConfig of that name does not take."""
+    from llmq.runtime.config import EngineConfig
+
+    words = get_args(get_type_hints(EngineConfig)[flag.removeprefix("--")])
+    if word not in words:
+        raise InputError(f"{flag} {word}: one of {', '.join(words)}")
 
 
 def speculation(method: str | None, num_tokens: int | None) -> "Speculation | None":

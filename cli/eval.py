@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperGroup
 
-from llmq.cli import console
-from llmq.cli.engine_options import TensorParallel
+from llmq.cli import console, engine_options
 from llmq.cli.eval_options import EvalOptions, numerics_of
 from llmq.cli.eval_tables import print_comparison
 from llmq.cli.eval_tasks import TaskOptions, load_saved, parse_max_drop, parse_on_overlength, run_and_compare
@@ -57,8 +56,10 @@ def evaluate(
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, int8, fp8 or int4.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     kernels: Annotated[str, typer.Option(help="Of a CPU: auto, torch or native.")] = "auto",
+    head: engine_options.Head = "auto",
+    activations: engine_options.Activations = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
-    tp: TensorParallel = 1,
+    tp: engine_options.TensorParallel = 1,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Of a URL: folder of its tokenizer.", show_default=False)
@@ -75,7 +76,17 @@ def evaluate(
     llmq eval compare A B: the same verdict from two saved results (-o), baseline first.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # the bars here are console's
-    numerics = numerics_of(dtype, kv_dtype, device, kernels, threads, batch_invariant, tp)
+    numerics = numerics_of(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        kernels=kernels,
+        head=head,
+        activations=activations,
+        threads=threads,
+        batch_invariant=batch_invariant,
+        tensor_parallel=tp,
+    )
     margin = parse_max_drop(max_drop)
     asked = EvalOptions(
         *(model, ppl, window, stride, baseline, margin, tasks, data, data_dir, num_fewshot, apply_chat_template),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.cli.engine_options import check_device, check_kernels
+from llmq.cli.engine_options import check_device, check_word
 from llmq.cli.served_target import is_url
 from llmq.profiles.errors import InputError
 
@@ -94,22 +94,28 @@ class EvalOptions:
 
 
 def numerics_of(
+    *,
     dtype: str,
     kv_dtype: str,
     device: str,
-    kernels: str,
     threads: int | None,
     batch_invariant: bool,
     tensor_parallel: int = 1,
+    **words: str,
 ) -> "Numerics":
-    """Raises InputError for a value that none of them has."""
+    """`words`: kernels, head, activations. Raises InputError for a value that none of them has."""
     from llmq.evals.numerics import Numerics
     from llmq.runtime.dtypes import parse_dtype
 
     check_device(device)
-    check_kernels(kernels)
+    for name, word in words.items():
+        check_word(f"--{name}", word)
     return Numerics(
-        parse_dtype("--dtype", dtype),
-        parse_dtype("--kv-dtype", kv_dtype),
-        *(device, kernels, threads, batch_invariant, tensor_parallel),
+        dtype=parse_dtype("--dtype", dtype),
+        kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
+        device=device,
+        threads=threads,
+        batch_invariant=batch_invariant,
+        tensor_parallel=tensor_parallel,
+        **words,
     )

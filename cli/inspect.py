@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.cli import console
+from llmq.profiles.errors import InputError
 from llmq.profiles.units import format_bytes, format_bytes_exact
 
 if TYPE_CHECKING:
@@ -168,11 +169,22 @@ def _summary(checkpoint: "Checkpoint", kinds: list[Kind]) -> list[str]:
         lines.append(f"Quantized linears round their input to {', '.join(activations)}.")
     if tied is not None:
         lines.append("The head is tied to the embedding." if tied else "The head has weights of its own.")
+    if checkpoint.quantization and _has_float_head(checkpoint):
+        lines.append("Native kernels on a CPU round its 16-bit head to int8 when it is loaded, unless --head 16bit.")
     if checkpoint.quantization:
         scheme = checkpoint.quantization.get("kv_cache_scheme")
         kv = f"{scheme.get('type')}{scheme.get('num_bits')} KV-cache scales" if scheme else "no KV-cache scales"
         lines.append(f"Quantized by {checkpoint.quantization.get('quant_method')}; {kv}.")
     return lines
+
+
+def _has_float_head(checkpoint: "Checkpoint") -> bool:
+    """Of a decoder that is run by llmq's own code."""
+    try:
+        architecture = checkpoint.architecture
+        return architecture.family is not None and architecture.dtype == "bfloat16" and checkpoint.has_float_head
+    except InputError:  # one that is not run at all
+        return False
 
 
 def _tokenizer_lines(facts: "TokenizerFacts") -> list[str]:

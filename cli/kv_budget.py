@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmq.profiles.kv_spec import KVCacheLayout
     from llmq.profiles.users import Users
     from llmq.profiles.weight_size import WeightSize
+    from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes
 
 app = typer.Typer(add_completion=False)
@@ -125,6 +126,8 @@ def kv_budget(
         raise typer.Exit(found.fit.exit_code)
     layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
     sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
+    if gpu == "auto" and weights is None and architecture.family is not None:
+        sizes = _held_here(path, settings, dtypes, sizes)
     rank_weights = -(-sizes.num_bytes // tp) if sizes else 0
     budget = Budget(
         architecture=architecture,
@@ -240,6 +243,24 @@ def _weights(path: Path, wanted: str | None, dtypes: "Dtypes", *, are_needed: bo
         if held_bytes != sizes.num_bytes:
             return replace(sizes, num_bytes=held_bytes, how=f"as stored, held in {dtypes.dtype}", parts=())
     return sizes
+
+
+def _held_here(path: Path, settings: "EngineConfig", dtypes: "Dtypes", sizes: "WeightSize") -> "WeightSize":
+    """As an engine on this machine holds them: its CPU may have kernels with a layout of their own."""
+    from llmq.profiles import machine
+    from llmq.profiles.checkpoint import has_weights, read_checkpoint
+    from llmq.runtime.dtypes import native_numerics
+    from llmq.runtime.memory import weight_bytes
+
+    if not has_weights(path) or machine.gpus():
+        return sizes
+    checkpoint = read_checkpoint(path)
+    numerics = native_numerics(checkpoint, settings, dtypes, "cpu")
+    num_bytes = weight_bytes(checkpoint, dtypes, numerics)
+    if num_bytes == sizes.num_bytes:
+        return sizes
+    head = "int8" if numerics.int8_head else dtypes.dtype
+    return replace(sizes, num_bytes=num_bytes, how=f"{sizes.how}, a head in {head} for native kernels", parts=())
 
 
 def _choice(flag: str, value: str, choices: dict[str, Any]) -> Any:

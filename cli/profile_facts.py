@@ -20,7 +20,8 @@ def decoder_work(
     from llmq.profiles.roofline import DecoderWork
     from llmq.profiles.weight_size import weight_size
     from llmq.runtime.config import EngineConfig
-    from llmq.runtime.dtypes import Dtypes, parse_dtype
+    from llmq.runtime.dtypes import Dtypes, native_numerics, parse_dtype
+    from llmq.runtime.memory import packed_head_bytes
 
     config = read_config(path)
     architecture = ModelArchitecture.from_config(config)
@@ -34,9 +35,16 @@ def decoder_work(
         architecture, dtypes.kv_dtype, tensor_parallel=tp, dynamic_scales=not dtypes.has_static_kv_scales
     )
     is_stored = weights is None and has_weights(path)
-    num_bytes = (
-        read_checkpoint(path).held_bytes(dtypes.float_bytes) if is_stored else weight_size(path, weights).num_bytes
-    )
+    if is_stored:
+        checkpoint = read_checkpoint(path)
+        num_bytes = checkpoint.held_bytes(dtypes.float_bytes)
+        if is_run:
+            numerics = native_numerics(checkpoint, engine, dtypes, "cpu")
+            head = packed_head_bytes(checkpoint, dtypes, numerics)
+            if head is not None:  # which is read instead of what is stored
+                num_bytes += head - 2 * architecture.vocab_size * architecture.hidden_size
+    else:
+        num_bytes = weight_size(path, weights).num_bytes
     return DecoderWork.of(config, layout, num_bytes, tp), dtypes.kv_dtype, dtypes.dtype
 
 

@@ -11,6 +11,8 @@ class Numerics:
     kv_dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
+    head: str = "auto"
+    activations: str = "auto"
     threads: int | None = None
     batch_invariant: bool = False
     tensor_parallel: int = 1

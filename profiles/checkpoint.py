@@ -86,6 +86,14 @@ class Checkpoint:
         """Of all tensors; the files are a header each larger."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    @property
+    def has_float_head(self) -> bool:
+        """Whether the head is stored as floats of 16 bits or more, its own or the embedding's."""
+        if self.architecture.tie_word_embeddings:
+            return True
+        head = self.tensors.get("lm_head.weight")
+        return head is not None and head.dtype in _CAST_DTYPES
+
     def held_bytes(self, float_bytes: int) -> int:
         """Of all tensors in memory: floats of 16 bits and more in `float_bytes` each, packed ones as stored."""
         return sum(

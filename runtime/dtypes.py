@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
+from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.kernels import native, why_absent
@@ -62,6 +63,44 @@ def runs_native(asked: str, dtype: str, device: str) -> bool:
         if dtype == "fp16":
             raise InputError("--kernels native: they compute in bf16 (and attend in fp32), and --dtype is fp16")
     return asked != "torch" and device == "cpu" and native is not None
+
+
+@dataclass(frozen=True)
+class NativeNumerics:
+    """What our own kernels on a CPU do to a checkpoint's linears that the checkpoint does not ask for."""
+
+    int8_head: bool = False  # a head stored in 16 bit is rounded to int8, with one scale a row
+    int8_activations: bool = (
+        False  # inputs of integer weights are rounded to int8, with one scale a group of the weight
+    )
+
+
+def native_numerics(checkpoint: Checkpoint, engine: EngineConfig, dtypes: Dtypes, device: str) -> NativeNumerics | None:
+    """None: our own kernels do not run. device: "cpu" or "cuda". Raises InputError for what cannot be honoured.
+
+    `--head auto` is int8 where the layers' weights are quantized, whose error hides that of the head, and 16 bit where
+    they are not; `--activations auto` is exact. (The README has what each costs in perplexity and divergence.)
+    """
+    is_native = runs_native(engine.kernels, dtypes.dtype, device)
+    is_quantized = checkpoint.quantization is not None
+    multiplies = is_native and dtypes.dtype == "bf16" and checkpoint.architecture.family is not None
+    for flag, asked in (("--head", engine.head), ("--activations", engine.activations)):
+        if asked == "int8" and not multiplies:
+            raise InputError(
+                f"{flag} int8: native kernels do that, on a CPU, of a decoder of llmq's own in bf16 (see llmq doctor)"
+            )
+    if engine.head != "auto" and not checkpoint.has_float_head:
+        raise InputError(f"--head {engine.head}: the checkpoint's head is quantized, and runs as it is stored")
+    if engine.activations == "int8" and not is_quantized:
+        raise InputError("--activations int8: integer weights multiply them, and the checkpoint's are in 16 bit")
+    if not is_native:
+        return None
+    return NativeNumerics(
+        int8_head=multiplies
+        and checkpoint.has_float_head
+        and (engine.head == "int8" or (engine.head == "auto" and is_quantized)),
+        int8_activations=engine.activations == "int8",
+    )
 
 
 def _kv_dtype_of(scheme: dict[str, Any] | str) -> str | None:

@@ -265,7 +265,8 @@ def _build(config: EngineConfig) -> Engine:
 
 def _fingerprint(worker: Worker, program: Program) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
-    tied, dtypes = worker.architecture.tie_word_embeddings, worker.dtypes
+    tied, dtypes, numerics = worker.architecture.tie_word_embeddings, worker.dtypes, worker.numerics
+    head = "int8 per row" if numerics is not None and numerics.int8_head else dtypes.dtype
     several = {"tensor_parallel": str(worker.config.tensor_parallel)} if worker.collectives is not None else {}
     return {
         "model_code": worker.loader.implementation,
@@ -276,7 +277,7 @@ def _fingerprint(worker: Worker, program: Program) -> dict[str, str]:
         "rope": ", ".join(sorted(program.model.rotations)),
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
-        "head": f"{dtypes.dtype}{', tied' if tied else ''}",
+        "head": f"{head}{', tied' if tied else ''}",
         "device": worker.device.type,
         **several,
     }

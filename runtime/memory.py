@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from llmq.profiles.architecture import ModelArchitecture
+from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes
+from llmq.runtime.dtypes import Dtypes, NativeNumerics
 
 # Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
 CPU_SHARE = 0.3
@@ -24,6 +25,27 @@ class KVCachePlan:
     @property
     def kv_cache_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
+
+
+def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int:
+    """Of all weights as an engine holds them: as stored, floats in the dtype of the activations. Native kernels have a
+    float head in an order of their own: a tied one beside the embedding's rows, another one instead of them."""
+    held, architecture = checkpoint.held_bytes(dtypes.float_bytes), checkpoint.architecture
+    packed = packed_head_bytes(checkpoint, dtypes, numerics)
+    if packed is None:
+        return held
+    replaced = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size * 2
+    return held + packed - replaced
+
+
+def packed_head_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int | None:
+    """Of a head stored as floats, in the order of native kernels (`packed_weight.h`); None: it has none."""
+    architecture = checkpoint.architecture
+    if numerics is None or dtypes.dtype != "bf16" or architecture.family is None or not checkpoint.has_float_head:
+        return None
+    rows = -(-architecture.vocab_size // 16) * 16
+    columns = -(-architecture.hidden_size // 8) * 8
+    return rows * (columns + 4) if numerics.int8_head else rows * columns * 2
 
 
 def rank_layout(architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes) -> KVCacheLayout:

@@ -16,9 +16,10 @@ from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.base import CheckpointFormat
 from llmq.quantize.formats.registry import format_of
 from llmq.quantize.formats.stacked import stack_rows
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
-from llmq.runtime.layers.native_linear import NativeLinear
+from llmq.runtime.layers.native_linear import NativeLinear, rounded_to_int8
 from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
 from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
@@ -71,7 +72,7 @@ class DecoderLoader:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
-        native: bool = False,
+        native: NativeNumerics | None = None,
         collectives: Collectives | None = None,
     ) -> None:
         """collectives: of the ranks that share the decoder, of which this loads one's part; None: it is whole."""
@@ -104,7 +105,9 @@ class DecoderLoader:
         embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
         if self.architecture.tie_word_embeddings:
             # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
-            head = self._as_run(make_linear([embedding], [None], self.dtype, self.native))
+            head = self._head(embedding)
+        elif self.native is not None and self.native.int8_head:
+            head = self._head(self._weight("lm_head"))
         else:
             head = self._linear("lm_head")
         ropes = self._ropes(max_model_len)
@@ -219,10 +222,19 @@ class DecoderLoader:
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         weights = [self._weight(name) for name in names]
         biases = [self._bias(name) if has_bias else None for name in names]
-        linear = make_linear(weights, biases, self.dtype, self.native)
+        linear = self._made(weights, biases)
         if isinstance(linear, DenseLinear):
             self.dense_weights.update(zip(names, linear.weight.split([len(weight) for weight in weights]), strict=True))
         return self._as_run(linear)
+
+    def _made(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Linear:
+        rounds = self.native is not None and self.native.int8_activations
+        return make_linear(weights, biases, self.dtype, self.native is not None, rounds)
+
+    def _head(self, weight: Tensor) -> Linear:
+        if self.native is not None and self.native.int8_head:
+            return NativeLinear(rounded_to_int8(weight), None)
+        return self._as_run(self._made([weight], [None]))
 
     def _as_run(self, linear: Linear) -> Linear:
         needs_it = self.batch_invariant and not isinstance(linear, NativeLinear)

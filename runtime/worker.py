@@ -10,11 +10,11 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes, runs_native
+from llmq.runtime.dtypes import Dtypes, native_numerics
 from llmq.runtime.kernels import native
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_store import KVStore
-from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, KVCachePlan, plan_kv_cache, rank_layout
+from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, KVCachePlan, plan_kv_cache, rank_layout, weight_bytes
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
@@ -33,14 +33,14 @@ class Worker:
         if config.memory_utilization is not None and self.device.type != "cuda":
             raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
         self.dtypes = Dtypes.of(self.architecture.dtype, self.checkpoint.quantization, config)
-        self.is_native = runs_native(config.kernels, self.dtypes.dtype, self.device.type)
+        self.numerics = native_numerics(self.checkpoint, config, self.dtypes, self.device.type)
         self._set_threads()
         self.loader = make_loader(
             self.checkpoint,
             TORCH_DTYPES[self.dtypes.dtype],
             self.device,
             config.batch_invariant,
-            self.is_native,
+            self.numerics,
             collectives,
         )
         self.model: Model | None = None
@@ -51,7 +51,7 @@ class Worker:
         asked, ranks = self.config.kv_cache_memory_bytes, self.config.tensor_parallel
         if asked is None and self.device.type == "cuda":
             return None
-        spare = available_memory_bytes() - self.checkpoint.held_bytes(self.dtypes.float_bytes)
+        spare = available_memory_bytes() - weight_bytes(self.checkpoint, self.dtypes, self.numerics)
         if self.device.type == "cpu" and ranks * (asked or 0) > spare:
             each = "" if ranks == 1 else f" for each of {ranks} ranks"
             raise InputError(
@@ -90,7 +90,7 @@ class Worker:
             TORCH_DTYPES[self.dtypes.dtype],
             self.architecture.num_attention_heads // self.config.tensor_parallel // layout.groups[0].spec.num_kv_heads,
             self.config.batch_invariant,
-            self.is_native,
+            self.numerics is not None,
         )
         return ModelRunner(program, store, sampler, self.device, drafter, is_alone=self.collectives is None)
 
@@ -101,7 +101,7 @@ class Worker:
         each = max(1, (threads or usable_cores()) // (ranks if self.device.type == "cpu" else 1))
         if threads is not None or ranks > 1:
             torch.set_num_threads(each)
-        if self.is_native:
+        if self.numerics is not None:
             native.set_num_threads(each)
 
 

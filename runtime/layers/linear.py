@@ -143,11 +143,16 @@ Linear = (
 
 
 def make_linear(
-    weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype, native: bool = False
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    native: bool = False,
+    int8_activations: bool = False,
 ) -> Linear:
     """One linear for siblings that read the same input (q/k/v, gate/up), their outputs one after the other.
 
-    native: by our own kernels, where they run such a weight."""
+    native: by our own kernels, where they run such a weight; int8_activations: these round what an integer weight
+    multiplies."""
     bias = None if biases[0] is None else torch.cat(list(biases)).to(dtype)
     if all(isinstance(weight, Tensor) for weight in weights):
         dense = weights[0].to(dtype) if len(weights) == 1 else torch.cat([weight.to(dtype) for weight in weights])
@@ -155,11 +160,13 @@ def make_linear(
     are_packed = all(isinstance(weight, QuantizedWeight) for weight in weights)
     merged = stack_rows(weights) if are_packed else None
     if merged is None:
-        return SplitLinear([make_linear([w], [b], dtype, native) for w, b in zip(weights, biases, strict=True)])
+        return SplitLinear(
+            [make_linear([w], [b], dtype, native, int8_activations) for w, b in zip(weights, biases, strict=True)]
+        )
     if merged.column_groups is not None:
         return WeightOnlyLinear(merged, bias, dtype)
     if native and NativeLinear.runs(merged, dtype):
-        return NativeLinear(merged, bias)
+        return NativeLinear(merged, bias, int8_activations)
     if merged.scheme.activation is not None:
         rounds = QuantizedActivationLinear if QuantizedActivationLinear.runs(merged) else RoundedInputLinear
         return rounds(merged, bias, dtype)

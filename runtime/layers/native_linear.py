@@ -5,6 +5,7 @@ from torch import Tensor
 
 from llmq.quantize.formats.packing import unpack_unsigned
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.runtime.kernels import native
 
 
@@ -12,10 +13,11 @@ class NativeLinear:
     """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, or of integers of 4 or 8 bits that stay packed.
 
     Exact: the input's bf16 numbers times the weight's, summed in float32. Rounded: input and weight are multiplied in
-    int8, as a W8A8 checkpoint asks. A row's result is the same to the last bit whatever rows are beside it.
+    int8, as a W8A8 checkpoint asks, or where `int8_activations` does, with one scale of the input for each group of the
+    weight. A row's result is the same to the last bit whatever rows are beside it.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, int8_activations: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
         self.tensors: dict[str, Tensor] = {}  # what `packed` points into
         if bias is not None:
@@ -35,6 +37,8 @@ class NativeLinear:
             if weight.scheme.activation is not None:
                 self.activations, rounded = native.Activations.int8_row, True
                 self.input_scale = 0.0 if weight.input_scale is None else float(weight.input_scale)
+            elif int8_activations:
+                self.activations, rounded = native.Activations.int8_group, True
         addresses = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
         self.packed = native.PackedWeight(numbers, scales, self.out_features, self.in_features, group_size, **addresses)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -96,6 +100,22 @@ _SCALES = (
         torch.float32: native.Scales.fp32,
     }
 )
+
+
+_ROWS_AT_ONCE = 4096
+
+
+def rounded_to_int8(weight: Tensor) -> QuantizedWeight:
+    """[out, in] of floats with one scale a row, max|w| / 127: symmetric, to the nearest."""
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), 1)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = weight[first : first + _ROWS_AT_ONCE].float()
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
+        values[first : first + _ROWS_AT_ONCE] = (rows / scale).round_()
+        scales[first : first + _ROWS_AT_ONCE] = scale
+    scheme = WeightScheme("int", 8, "channel", layout="int-quantized")
+    return QuantizedWeight(scheme, tuple(weight.shape), values, scales)
 
 
 def _narrowest(numbers: Tensor) -> torch.dtype:

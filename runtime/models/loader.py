@@ -11,6 +11,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.batch import BatchInputs
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.parallel.shard_plan import check_ranks
@@ -50,11 +51,11 @@ def make_loader(
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool = False,
-    native: bool = False,
+    native: NativeNumerics | None = None,
     collectives: Collectives | None = None,
 ) -> ModelLoader:
-    """The loader of a checkpoint, or with `collectives` of a rank's part. Raises InputError, before any weight is read,
-    for what cannot run."""
+    """The loader of a checkpoint, or with `collectives` of a rank's part; native: for our own kernels, where they run a
+    linear. Raises InputError, before any weight is read, for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
         return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native, collectives)

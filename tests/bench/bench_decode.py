@@ -38,6 +38,8 @@ def make_engine(model: str, kernels: str, arguments: argparse.Namespace) -> Engi
             dtype="bf16",
             kv_dtype=arguments.kv_dtype,
             kernels=kernels,
+            head=arguments.head if kernels == "native" else "auto",
+            activations=arguments.activations if kernels == "native" else "auto",
             threads=arguments.threads,
             max_model_len=longest + 8,
             max_num_seqs=max(arguments.batch),
@@ -107,10 +109,10 @@ def measure(arguments: argparse.Namespace) -> Report:
     bandwidth = memory_bandwidth(clock)
     rows, figures = [], []
     for model in arguments.models:
-        engines = {kernels: make_engine(model, kernels, arguments) for kernels in PROGRAMS}
+        engines = {kernels: make_engine(model, kernels, arguments) for kernels in arguments.programs}
         works = [("decode", batch) for batch in arguments.batch] + [("prefill", count) for count in arguments.prefill]
         for work, size in works:
-            times: dict[str, list[float]] = {kernels: [] for kernels in PROGRAMS}
+            times: dict[str, list[float]] = {kernels: [] for kernels in arguments.programs}
             for _ in range(arguments.turns):
                 for kernels, engine in engines.items():
                     if work == "decode":
@@ -168,6 +170,9 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--context", type=int, default=PROMPT_TOKENS, help="Prompt tokens of what decodes.")
     options.add_argument("--tokens", type=int, default=64, help="Tokens that each sequence generates.")
     options.add_argument("--kv-dtype", default="bf16")
+    options.add_argument("--head", default="auto", help="Of the native program: auto, 16bit, int8.")
+    options.add_argument("--activations", default="auto", help="Of the native program: auto, exact, int8.")
+    options.add_argument("--programs", type=bench_report.names, default=list(PROGRAMS))
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--turns", type=int, default=5)
     options.add_argument("--cpu-time", action="store_true")

@@ -17,6 +17,8 @@ from llmq.profiles.errors import InputError
         (["--kv-dtype", "int3"], "--kv-dtype int3: one of auto, bf16"),
         (["--device", "tpu"], "--device tpu: one of auto, cpu, cuda"),
         (["--kernels", "blas"], "--kernels blas: one of auto, torch, native"),
+        (["--head", "int4"], "--head int4: one of auto, 16bit, int8"),
+        (["--activations", "fp8"], "--activations fp8: one of auto, exact, int8"),
         (["--max-model-len", "long"], "'long' is no number of tokens"),
         (["--kv-cache-memory", "64M"], "'64M' is no size"),
     ],

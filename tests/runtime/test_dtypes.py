@@ -1,11 +1,16 @@
 """What "auto" is for a checkpoint, and which KV-cache schemes are refused."""
 
+from pathlib import Path
+
 import pytest
 
+from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
+from llmq.profiles.safetensors_file import TensorInfo
 from llmq.runtime import dtypes as dtypes_module
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes, runs_native
+from llmq.runtime.dtypes import Dtypes, NativeNumerics, native_numerics, runs_native
+from llmq.runtime.memory import weight_bytes
 
 
 def dtypes(scheme, kv_dtype="auto"):
@@ -74,3 +79,76 @@ def test_native_kernels_that_cannot_be_are_refused_only_where_they_are_asked_for
     monkeypatch.setattr(dtypes_module, "native", object())
     with pytest.raises(InputError, match="--dtype is fp16"):
         runs_native("native", "fp16", "cpu")
+
+
+def checkpoint(quantization=None, head="BF16", tied=False, model_type="llama"):
+    config = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 40,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+    names = {"model.embed_tokens.weight": "BF16"} | ({} if tied else {"lm_head.weight": head})
+    tensors = {name: TensorInfo(name, dtype, (40, 64), 40 * 64 * 2, "f") for name, dtype in names.items()}
+    return Checkpoint(Path("m"), config, tensors, quantization)
+
+
+def numerics(stored, dtype="bf16", device="cpu", **options):
+    engine = EngineConfig(model="m", **options)
+    return native_numerics(stored, engine, Dtypes(dtype, "bf16", False), device)
+
+
+INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+def test_a_head_is_rounded_where_the_layers_are(monkeypatch):
+    monkeypatch.setattr(dtypes_module, "native", object())
+    assert numerics(checkpoint(INT4)) == NativeNumerics(int8_head=True)
+    assert numerics(checkpoint(INT4, tied=True)) == NativeNumerics(int8_head=True)
+    assert numerics(checkpoint(INT4), head="16bit") == NativeNumerics()
+    assert numerics(checkpoint()) == NativeNumerics()
+    assert numerics(checkpoint(), head="int8") == NativeNumerics(int8_head=True)
+    assert numerics(checkpoint(INT4), activations="int8") == NativeNumerics(int8_head=True, int8_activations=True)
+    # What has no kernel for it, or is stored in fewer bits, stays as it is.
+    assert numerics(checkpoint(INT4, head="I32")) == NativeNumerics()
+    assert numerics(checkpoint(INT4), dtype="fp32") == NativeNumerics()
+    assert numerics(checkpoint(INT4, model_type="gpt_neox")) == NativeNumerics()
+    assert numerics(checkpoint(INT4), kernels="torch") is None
+    assert numerics(checkpoint(INT4), device="cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "reason"),
+    [
+        (checkpoint(INT4), {"head": "int8", "kernels": "torch"}, "--head int8: native kernels do that"),
+        (checkpoint(INT4), {"head": "int8", "dtype": "fp32"}, "--head int8: native kernels do that"),
+        (checkpoint(INT4), {"activations": "int8", "kernels": "torch"}, "--activations int8: native kernels do that"),
+        (checkpoint(INT4, model_type="gpt_neox"), {"activations": "int8"}, "of a decoder of llmq's own"),
+        (checkpoint(INT4, head="I32"), {"head": "int8"}, "the checkpoint's head is quantized"),
+        (checkpoint(INT4, head="I32"), {"head": "16bit"}, "the checkpoint's head is quantized"),
+        (checkpoint(), {"activations": "int8"}, "the checkpoint's are in 16 bit"),
+    ],
+)
+def test_numerics_that_cannot_be_had_are_refused(monkeypatch, stored, options, reason):
+    monkeypatch.setattr(dtypes_module, "native", object())
+    with pytest.raises(InputError, match=reason):
+        numerics(stored, **options)
+
+
+def test_a_packed_head_counts(monkeypatch):
+    """A tied one beside the embedding's rows, in blocks of 16 outputs; another one instead of what is stored."""
+    stored, tied = checkpoint(), checkpoint(tied=True)
+    bf16 = Dtypes("bf16", "bf16", False)
+    head, packed, int8 = 40 * 64 * 2, 48 * 64 * 2, 48 * (64 + 4)
+    assert weight_bytes(tied, bf16, None) == head
+    assert weight_bytes(tied, bf16, NativeNumerics()) == head + packed
+    assert weight_bytes(tied, bf16, NativeNumerics(int8_head=True)) == head + int8
+    assert weight_bytes(stored, bf16, NativeNumerics()) == head + packed
+    assert weight_bytes(stored, bf16, NativeNumerics(int8_head=True)) == head + int8
+    assert weight_bytes(tied, Dtypes("fp32", "fp32", False), NativeNumerics()) == 2 * head

@@ -123,15 +123,26 @@ void prepare_row(const PackedWeight& w, Activations activations, const float* x,
   if (!by_group && scale == 0) scale = max(largest(x, w.in_features), 1e-12f) / 127.5f;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = g * w.group_size, end = g + 1 == groups ? w.padded_in() : first + w.group_size;
-    if (by_group) scale = max(largest(x + first, end - first), 1e-12f) / 127;
-    const Floats divisor = broadcast(scale);
-    int32_t total = 0;
-    for (int64_t k = first; k < end; k += kLane) {
-      alignas(64) int8_t sixteen[kLane];
-      round_to_int8(divide(load_floats(x + k), divisor), sixteen);
-      const int64_t count = min(kLane, end - k);
-      memcpy(q + k, sixteen, count);
-      for (int64_t i = 0; i < count; i++) total += sixteen[i];
+    float most = 0;
+    if (by_group) {
+      most = max(largest(x + first, end - first), 1e-12f);
+      scale = most / 127;
+    }
+    // A checkpoint's own rounding is by division; a product costs a tenth of it.
+    const Floats divisor = broadcast(scale), factor = broadcast(by_group ? 127 / most : 0);
+    const auto rounded = [&](int64_t k, int8_t* to) {
+      const Floats v = load_floats(x + k);
+      return round_to_int8(by_group ? multiply(v, factor) : divide(v, divisor), to);
+    };
+    Ints sums_of_lanes = broadcast_int(0);
+    int64_t k = first;
+    for (; k + kLane <= end; k += kLane) sums_of_lanes = add_ints(sums_of_lanes, rounded(k, q + k));
+    int32_t total = sum_of_ints(sums_of_lanes);
+    if (k < end) {
+      int8_t sixteen[kLane];
+      rounded(k, sixteen);
+      memcpy(q + k, sixteen, end - k);
+      for (int64_t i = 0; i < end - k; i++) total += sixteen[i];
     }
     scales[g] = scale;
     sums[g] = scale * static_cast<float>(total);
@@ -256,14 +267,16 @@ template <>
 struct KindOf<ExactInput> {
   using Weight = Pair;
   using Sum = Floats;
-  static constexpr int kTileRows = kExactTileRows;
+  static constexpr int kTileRows = kExactTileRows, kGroupedTileRows = kExactTileRows;
+  static constexpr bool kHoldsTotals = false;
   static constexpr int64_t kWeightBytes = kPairBytes;
 };
 template <>
 struct KindOf<RoundedInput> {
   using Weight = Ints;
   using Sum = Ints;
-  static constexpr int kTileRows = kRoundedTileRows;
+  static constexpr int kTileRows = kRoundedTileRows, kGroupedTileRows = kRoundedGroupedTileRows;
+  static constexpr bool kHoldsTotals = kRoundedHoldsTotals;
   static constexpr int64_t kWeightBytes = 64;
 };
 
@@ -407,6 +420,18 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
   using Weight = typename KindOf<Input>::Weight;
   const typename Input::Item* items = x.items + row * x.stride + first_item;
   const uint8_t* weights = panel.weights;
+  // A group of integers ends after few products: what they are added to stays in registers, if there are any left.
+  constexpr bool kHolds = !kOneGroup && KindOf<Input>::kHoldsTotals;
+  Floats held[kHolds ? kRows : 1][kBlocks];
+  if constexpr (kHolds) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; b++) {
+        held[r][b] = is_first ? zero_floats() : load_floats(totals + (r * kTileBlocks + b) * kLane);
+      }
+    }
+  }
   int64_t item = 0;
   for (int64_t group = 0; group < panel.num_groups; group++) {
     Sum sums[kRows][kBlocks];
@@ -447,22 +472,41 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
         } else {
           const int64_t index = (row + r) * groups + panel.first_group + group;
           const GroupScale& scale = panel.scales[group * kTileBlocks + b];
-          Floats sum = is_first && group == 0 ? zero_floats() : load_floats(total);
+          Floats sum;
+          if constexpr (kHolds) {
+            sum = held[r][b];
+          } else {
+            sum = is_first && group == 0 ? zero_floats() : load_floats(total);
+          }
           sum = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, sum);
           if (has_corrections) sum = multiply_add(scale.correction, broadcast(x.sums[index]), sum);
-          store_floats(total, sum);
+          if constexpr (kHolds) {
+            held[r][b] = sum;
+          } else {
+            store_floats(total, sum);
+          }
         }
       }
     }
   }
+  if constexpr (kHolds) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+      for (int b = 0; b < kBlocks; b++) store_floats(totals + (r * kTileBlocks + b) * kLane, held[r][b]);
+    }
+  }
 }
+
+template <class Input, bool kOneGroup>
+constexpr int kTileRowsOf = kOneGroup ? KindOf<Input>::kTileRows : KindOf<Input>::kGroupedTileRows;
 
 template <int kBlocks, bool kOneGroup, bool kPrefetches, class Input>
 void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups,
              bool is_first, bool has_corrections, float* totals) {
 #define LLMQ_TILE(R)                                                                                  \
   case R:                                                                                             \
-    if constexpr (R <= KindOf<Input>::kTileRows) {                                                    \
+    if constexpr (R <= kTileRowsOf<Input, kOneGroup>) {                                               \
       return tile<R, kBlocks, kOneGroup, kPrefetches>(panel, x, row, first_item, groups, is_first,    \
                                                       has_corrections, totals);                       \
     }                                                                                                 \
@@ -498,11 +542,14 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
   const int64_t groups = w.num_groups(), steps = w.padded_in() / 8, block_bytes = w.block_bytes();
   const bool is_one_group = groups == 1, has_corrections = w.zeros || w.offsets;
   const int64_t steps_of_group = is_one_group ? steps : w.group_size / 8;
-  const int64_t groups_of_stretch = max(1, kStretch / 8 / steps_of_group);
-  const int64_t steps_of_stretch = is_one_group ? kStretch / 8 : groups_of_stretch * steps_of_group;
+  // Stretches are about equally long.
+  const int64_t stretches = (steps + kStretch / 8 - 1) / (kStretch / 8);
+  const int64_t groups_of_stretch = max(1, min((groups + stretches - 1) / stretches, kStretch / 8 / steps_of_group));
+  const int64_t steps_of_stretch = is_one_group ? (steps + stretches - 1) / stretches : groups_of_stretch * steps_of_group;
   const int64_t num_rows = end_row - first_row;
   constexpr bool kIsAsPacked = kIsUnpacked<kNumbers, Input>;
-  const int64_t tiles = (num_rows + KindOf<Input>::kTileRows - 1) / KindOf<Input>::kTileRows;
+  const int64_t most_rows = is_one_group ? kTileRowsOf<Input, true> : kTileRowsOf<Input, false>;
+  const int64_t tiles = (num_rows + most_rows - 1) / most_rows;
   float* totals = total_memory.get<float>(num_rows * kTileBlocks * kLane);
   uint8_t* unpacked = nullptr;
   if constexpr (!kIsAsPacked) {

@@ -8,6 +8,8 @@ struct Ints {
 };
 
 constexpr int kExactTileRows = 6, kRoundedTileRows = 4, kTileBlocks = 1;
+constexpr int kRoundedGroupedTileRows = 4;
+constexpr bool kRoundedHoldsTotals = false;
 constexpr int kFewRowsBlocks[] = {0, 2, 1, 1, 1};
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

@@ -6,7 +6,9 @@ using Ints = __m512i;
 
 // Rows and blocks of a tile: as many sums as 32 registers hold beside the weights, and beside what scales them where
 // they are integers.
-constexpr int kExactTileRows = 12, kRoundedTileRows = 8, kTileBlocks = 2;
+constexpr int kExactTileRows = 12, kRoundedTileRows = 12, kTileBlocks = 2;
+constexpr int kRoundedGroupedTileRows = 6;
+constexpr bool kRoundedHoldsTotals = true;
 // Blocks that few rows go through at once, by rows: enough independent sums to hide a product's latency.
 constexpr int kFewRowsBlocks[] = {0, 6, 3, 2, 2};
 

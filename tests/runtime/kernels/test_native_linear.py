@@ -9,7 +9,7 @@ from random_weights import make
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import ActivationScheme
 from llmq.runtime.kernels import native, why_absent
-from llmq.runtime.layers.native_linear import NativeLinear
+from llmq.runtime.layers.native_linear import NativeLinear, rounded_to_int8
 
 pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
 
@@ -69,8 +69,9 @@ def rounded(x: torch.Tensor, group_size: int | None, in_: int) -> torch.Tensor:
     """What int8 activations stand for, float64: by groups of the (reordered) input, or by rows."""
     padded = torch.nn.functional.pad(x.float(), (0, -in_ % group_size if group_size else 0))
     groups = padded.unflatten(1, (-1, group_size or in_))
-    scale = groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / (127 if group_size else 127.5)
-    q = (groups / scale).round().clamp(-128, 127)
+    most = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
+    scale = most / (127 if group_size else 127.5)
+    q = (groups * (torch.tensor(127.0) / most) if group_size else groups / scale).round().clamp(-128, 127)
     return (q.double() * scale.double()).flatten(1)[:, :in_]
 
 
@@ -220,6 +221,26 @@ def test_int8_products_are_those_of_torch(isa):
         expected = torch._int_mm(q, weight.values.T).float() * scale * weight.scale.float().T
         assert torch.equal(product(linear, linear.activations, x, torch.float32), expected)
         assert torch.equal(linear(x), expected.bfloat16())
+
+
+def test_int8_activations_are_asked_for(isa):
+    """Of weights that bring no scheme for them; what else a linear is stays."""
+    weight, x = make("int", 4, "group", 48, 256, 0, group_size=64), input_of(7, 256, 1)
+    exact_linear, linear = NativeLinear(weight, None), NativeLinear(weight, None, int8_activations=True)
+    assert (exact_linear.kernel, linear.kernel) == (f"native int4, {isa}", f"native int4 × int8, {isa}")
+    made = product(linear, linear.activations, x, torch.float32)
+    assert torch.equal(linear(x), made.bfloat16())
+    error = float((made - product(exact_linear, exact_linear.activations, x, torch.float32)).norm() / made.norm())
+    assert 1e-3 < error < 2e-2
+
+
+def test_a_dense_weight_is_rounded_by_rows():
+    weight = torch.randn(5000, 24, generator=torch.Generator().manual_seed(0)).bfloat16()  # in more than one piece
+    weight[17] = 0
+    made = rounded_to_int8(weight)
+    assert float((made.dequantize() - weight.float()).abs().max(dim=1).values.sub(made.scale[:, 0] / 2).max()) < 1e-6
+    assert made.values.abs().amax(dim=1).eq(127).sum() == 4999
+    assert torch.equal(made.dequantize()[17], torch.zeros(24))
 
 
 def test_not_a_number_stays_in_its_row(isa):

@@ -1,0 +1,66 @@
+"""Engines whose native kernels round a head or activations: what they say of it, what they hold, and how far it is."""
+
+import pytest
+import torch
+from engine_driver import greedy, run_all
+
+from llmq.profiles.checkpoint import read_checkpoint
+from llmq.runtime.config import EngineConfig
+from llmq.runtime.dtypes import Dtypes, native_numerics
+from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.memory import weight_bytes
+
+pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
+
+PROMPTS = [[(37 * position + 11 * row) % 300 + 3 for position in range(50)] for row in range(3)]
+
+
+def logits_of(engine):
+    seen = {}
+    engine.observe_logits(lambda name, at, rows: seen.setdefault(name, []).append(rows.clone()))
+    run_all(engine, PROMPTS, greedy(0, prompt_logprobs=0))
+    return torch.cat([torch.cat(seen[str(index)]) for index in range(len(PROMPTS))])
+
+
+def distance(made, expected):
+    return float((made - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_int8_is_near_the_one_in_16_bit(make_engine, tiny_llama, tied):
+    folder = tiny_llama(dtype="bfloat16", tie_word_embeddings=tied)
+    plain, rounded = (make_engine(folder, dtype="bf16", head=head) for head in ("auto", "int8"))
+    suffix = ", tied" if tied else ""
+    assert plain.info.fingerprint["head"] == f"bf16{suffix}"
+    assert rounded.info.fingerprint["head"] == f"int8 per row{suffix}"
+    assert plain.info.fingerprint["linear_kernels"] == rounded.info.fingerprint["linear_kernels"]
+    assert 1e-4 < distance(logits_of(rounded), logits_of(plain)) < 2e-2
+
+
+@pytest.mark.parametrize("head", ["16bit", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_held_is_what_is_planned_with(make_engine, tiny_llama, tied, head):
+    folder = tiny_llama(dtype="bfloat16", tie_word_embeddings=tied)
+    config = EngineConfig(model=str(folder), head=head)
+    stored, dtypes = read_checkpoint(folder), Dtypes("bf16", "bf16", False)
+    planned = weight_bytes(stored, dtypes, native_numerics(stored, config, dtypes, "cpu"))
+    assert make_engine(folder, dtype="bf16", head=head).info.weight_bytes == planned
+
+
+def test_of_a_quantized_checkpoint(make_engine, shared):
+    """The head is rounded unless it is said otherwise, activations where it is said; each by a little."""
+    folder = shared / "interop" / "autogptq-w4g128-sym"
+    as_stored = make_engine(folder, dtype="bf16", head="16bit")
+    rounded = make_engine(folder, dtype="bf16")
+    both = make_engine(folder, dtype="bf16", activations="int8")
+    assert [engine.info.fingerprint["head"] for engine in (as_stored, rounded, both)] == [
+        "bf16",
+        "int8 per row",
+        "int8 per row",
+    ]
+    isa = native.isa()
+    assert as_stored.info.fingerprint["linear_kernels"] == f"native int4, {isa}"
+    assert both.info.fingerprint["linear_kernels"] == f"native int4 × int8, {isa}"
+    expected = logits_of(as_stored)
+    assert 1e-4 < distance(logits_of(rounded), expected) < 2e-2
+    assert 1e-3 < distance(logits_of(both), expected) < 6e-2
