@@ -41,7 +41,7 @@ class NativeProgram:
         self._lowered.program.start_timing()
 
     def operation_times(self) -> list[tuple[str, float]]:
-        """(operation, seconds) of each, in their order, of all steps since `start_timing`."""
+        """(operation, seconds) of each, in their order: of the steps since `start_timing` the fastest."""
         return self._lowered.program.times()
 
     def logits(self, hidden: Tensor) -> Tensor:

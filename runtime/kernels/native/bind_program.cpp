@@ -92,7 +92,7 @@ void bind_program(nb::module_& module) {
             for (const auto& [operation, seconds] : self.times()) result.emplace_back(operation, seconds);
             return result;
           },
-          "(operation, seconds) of each, in their order, of all runs since start_timing.")
+          "(operation, seconds) of each, in their order: of the runs since start_timing the fastest.")
       .def(
           "run",
           [](Program& self, int64_t num_tokens, uintptr_t token_ids, uintptr_t positions,

@@ -228,6 +228,14 @@ LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t 
   return {scale, zero_floats()};
 }
 
+// Orders what load_group will read.
+LLMQ_INLINE void prefetch_group(const PackedWeight& w, int64_t block, int64_t group) {
+  const int64_t index = (block * w.num_groups() + group) * kLane, bytes = w.scales_type == Scales::fp32 ? 4 : 2;
+  __builtin_prefetch(static_cast<const uint8_t*>(w.scales) + index * bytes);
+  if (w.offsets) __builtin_prefetch(static_cast<const uint8_t*>(w.offsets) + index * bytes);
+  if (w.zeros) __builtin_prefetch(w.zeros + index);
+}
+
 // ---- Sums of products
 
 // The weights of 8 inputs.
@@ -362,6 +370,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
         for (int r = 0; r < kRows; r++) totals[r][b] = end_sum(x, 0, sums[r][b]);
       } else {
         const GroupScale scale = load_group(w, block + b, group);
+        prefetch_group(w, block + b + kBlocks, group);
         for (int r = 0; r < kRows; r++) {
           const int64_t index = (row + r) * groups + group;
           totals[r][b] = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, totals[r][b]);
@@ -564,6 +573,11 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
     panel.first_group = is_one_group ? 0 : first / steps_of_group;
     panel.num_groups = is_one_group ? 1 : min(groups_of_stretch, groups - panel.first_group);
     const uint8_t* lines = w.numbers + block * block_bytes + first * line_bytes(kNumbers);
+    if (!is_one_group) {
+      for (int b = 0; b < kBlocks; b++) {
+        for (int64_t group = 0; group < panel.num_groups; group++) prefetch_group(w, block + b, panel.first_group + group);
+      }
+    }
     if constexpr (kIsAsPacked) {
       panel.weights = lines;
       panel.block_stride = block_bytes;

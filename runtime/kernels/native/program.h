@@ -48,7 +48,8 @@ class Program {
   // `call` without queries and output: they lie at the start of the rows of `qkv`.
   void add_attention(const AttentionCall& call, int group, int qkv, int out);
 
-  // What runs took of each operation since, in the order in which they were added; a clock is read between them.
+  // Since start_timing, of each operation the run that was fastest, in the order in which they were added: other work
+  // on the machine falls on some runs only. A clock is read between operations.
   struct Time { std::string operation; double seconds; };
   void start_timing();
   std::vector<Time> times() const;
@@ -92,7 +93,7 @@ class Program {
   int64_t capacity_ = 0;          // tokens
   int result_ = -1;               // the buffer that is the caller's own memory, in the run that goes on
   uint16_t* out_ = nullptr;
-  std::vector<double> seconds_;  // of each operation; empty: not timed
+  std::vector<double> seconds_;  // of each operation, the least; empty: not timed
 };
 
 }  // namespace llmq

@@ -258,6 +258,8 @@ def test_operations_are_timed_from_when_it_is_asked(tmp_path):
     assert names.count("linear 256x64") == 2
     assert all(seconds > 0 for _, seconds in times)
     assert sum(seconds for _, seconds in times) < most
+    program.forward(make_step(store, PROMPTS, [(40, 41), (2, 3), (2, 3)]))
+    assert all(now <= before for (_, now), (_, before) in zip(program.operation_times(), times, strict=True))
 
 
 def test_what_does_not_lower_says_why(tmp_path):
