@@ -79,18 +79,23 @@ class AWQFormat:
                 f"of a [{out_features}, {in_features}] weight in {scheme.name}"
             )
         start, stop = rows or (0, out_features)
-        # Whole words that hold the rows: of a mapped file no other is read.
+        first, last = columns or (0, in_features)
+        if (first % (in_features // groups) or last % (in_features // groups)) and groups > 1:
+            first, last = 0, in_features  # inside a group: refused below
+        # Whole words that hold the rows, and whole groups: of a mapped file no other is read.
         words = slice(start // 8, -(-stop // 8))
         kept = slice(start % 8, start % 8 + stop - start)
-        numbers, zeros = (_unpack(tensor[:, words])[:, kept] for tensor in (qweight, stored["qzeros"]))
+        whole = slice(first * groups // in_features, last * groups // in_features) if groups > 1 else slice(0, 1)
+        numbers = _unpack(qweight[first:last, words])[:, kept]
+        zeros = _unpack(stored["qzeros"][whole, words])[:, kept]
         weight = QuantizedWeight(
             scheme=scheme,
-            shape=(stop - start, in_features),
+            shape=(stop - start, last - first),
             values=pack_unsigned(numbers.T, BITS),
-            scale=scales[:, start:stop].T.contiguous(),
+            scale=scales[whole, start:stop].T.contiguous(),
             zero_point=(zeros.T.to(torch.int8) - 8).contiguous(),
         )
-        return part_of(weight, None, columns)
+        return part_of(weight, None, None if columns is None else (columns[0] - first, columns[1] - first))
 
     def may_ignore(self, tensor_name: str, get_tensor: GetTensor) -> bool:
         return False

@@ -13,20 +13,21 @@ from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import FormatError, WeightScheme
 
 
-def sorted_columns(
-    module_name: str, scheme: WeightScheme, shape: tuple[int, int], values: Tensor, g_idx: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Packed values [rows, words], their columns sorted by group, and that order (int64 [in]; None: as they came)."""
+def column_order(module_name: str, scheme: WeightScheme, in_features: int, g_idx: Tensor) -> Tensor | None:
+    """The order that sorts columns by their group (int64 [in]); None: as they came."""
     order = torch.argsort(g_idx.to(torch.int64), stable=True)
-    expected = torch.arange(shape[1], device=g_idx.device) // (scheme.group_size or shape[1])
-    if g_idx.shape[0] != shape[1] or not torch.equal(g_idx[order].to(torch.int64), expected):
+    expected = torch.arange(in_features, device=g_idx.device) // (scheme.group_size or in_features)
+    if g_idx.shape[0] != in_features or not torch.equal(g_idx[order].to(torch.int64), expected):
         raise FormatError(
-            f"{module_name}: its group index does not give each group {scheme.group_size} of {shape[1]} columns"
+            f"{module_name}: its group index does not give each group {scheme.group_size} of {in_features} columns"
         )
-    if torch.equal(order, torch.arange(shape[1], device=order.device)):
-        return values, None
-    numbers = unpack_unsigned(values, scheme.bits, shape[1])
-    return pack_unsigned(numbers.index_select(1, order), scheme.bits), order
+    return None if torch.equal(order, torch.arange(in_features, device=order.device)) else order
+
+
+def sorted_columns(values: Tensor, bits: int, order: Tensor) -> Tensor:
+    """Packed values [rows, words], their columns in `order`."""
+    numbers = unpack_unsigned(values, bits, len(order))
+    return pack_unsigned(numbers.index_select(1, order), bits)
 
 
 def stored_values(weight: QuantizedWeight) -> Tensor:

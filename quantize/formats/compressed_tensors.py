@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.base import GetTensor, Range, get_all, part_of
-from llmq.quantize.formats.column_order import group_index, sorted_columns, stored_values
+from llmq.quantize.formats.column_order import column_order, group_index, sorted_columns, stored_values
 from llmq.quantize.formats.compressed_tensors_config import (
     ConfigGroup,
     best_match,
@@ -138,7 +138,8 @@ def _assemble(module_name: str, scheme: WeightScheme, stored: dict[str, Tensor])
         zero_point = zero_point.to(torch.int8).view(scale_shape)
     order = None
     if "weight_g_idx" in stored:
-        values, order = sorted_columns(module_name, scheme, shape, values, stored["weight_g_idx"])
+        order = column_order(module_name, scheme, shape[1], stored["weight_g_idx"])
+        values = values if order is None else sorted_columns(values, scheme.bits, order)
     outer, input_scale = stored.get("weight_global_scale"), stored.get("input_scale")
     if "input_global_scale" in stored:
         input_scale = stored["input_global_scale"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.base import GetTensor, Range, get_all, part_of
-from llmq.quantize.formats.column_order import group_index, sorted_columns, stored_values
+from llmq.quantize.formats.column_order import column_order, group_index, sorted_columns, stored_values
 from llmq.quantize.formats.packing import pack_unsigned, unpack_unsigned
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import FormatError, KVCacheScheme, WeightScheme
@@ -121,27 +121,34 @@ def _assemble(
         )
     zeros = unpack_unsigned(qzeros, bits, out_features)
     zeros = (zeros.to(torch.int16) + zero_offset) % (1 << bits)
-    start, stop = rows or (0, out_features)  # first of all: of a mapped file no other column is read
-    values = qweight[:, start:stop].T.contiguous()
-    shape = (stop - start, in_features)
-    order, g_idx = None, stored.get("g_idx")
-    if g_idx is not None and groups > 1:
-        values, order = sorted_columns(module_name, scheme, shape, values, g_idx)
-    zero_point = (zeros[:, start:stop].T - (1 << (bits - 1))).to(torch.int8).contiguous()
+    start, stop = rows or (0, out_features)
+    values, in_here = qweight[:, start:stop].T, in_features  # a view: of a mapped file nothing is read yet
+    order = column_groups = None
+    if stored.get("g_idx") is not None and groups > 1:
+        order = column_order(module_name, scheme, in_features, stored["g_idx"])
+    is_ordered, per_word = order is not None, 32 // _gcd(bits)
+    if is_ordered and columns is not None and not (columns[0] % per_word or columns[1] % per_word):
+        (first, last), columns, order = columns, None, None
+        values, in_here = values[:, first * bits // 32 : last * bits // 32], last - first
+        column_groups = stored["g_idx"][first:last].to(torch.int64)
+    elif is_ordered:
+        values = sorted_columns(values, bits, order)
+    zero_point = (zeros[:, start:stop].T - (1 << (bits - 1))).to(torch.int8)
     if scheme.symmetric and bool(zero_point.any()):
         raise FormatError(
             f"{module_name}: the config says symmetric, and zero points are not {1 << (bits - 1)}: is it of the other "
             f"checkpoint_format ({' or '.join(_ZERO_OFFSETS)})?"
         )
     weight = QuantizedWeight(
-        scheme=replace(scheme, has_column_groups=order is not None),
-        shape=shape,
+        scheme=replace(scheme, has_column_groups=is_ordered),
+        shape=(stop - start, in_here),
         values=values,
-        scale=scales[:, start:stop].T.contiguous(),
+        scale=scales[:, start:stop].T,
         zero_point=None if scheme.symmetric else zero_point,
         column_order=order,
+        column_groups=column_groups,
     )
-    return part_of(weight, None, columns)
+    return part_of(weight, None, columns).contiguous()
 
 
 class GPTQWriter:

@@ -64,7 +64,7 @@ def test_the_kv_cache_of_a_rank(folder, scales):
         read_checkpoint(folder).architecture, config, Dtypes("bf16", "fp8", has_static_kv_scales=scales == "static"), 0
     )
     assert (plan.max_model_len, plan.num_blocks) == (TOKENS, TOKENS // 16)
-    given = {layer: (1.0, 1.0) for layer in range(80)} if scales == "static" else None
+    given = dict.fromkeys(range(80), (1.0, 1.0)) if scales == "static" else None
     store = KVStore(plan.layout, plan.num_blocks, META, given)
     assert store.num_bytes == said["reserved_bytes"]
     parts = [part for layer in range(80) for part in store.parts(layer)]
