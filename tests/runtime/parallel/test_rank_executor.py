@@ -10,6 +10,8 @@ from engine_driver import Collected, force_preemption, greedy, run_all
 from tiny_model import save_tiny_model
 
 from llmq.profiles.errors import FailedError, InputError
+from llmq.runtime.config import Speculation
+from llmq.runtime.kernels import native
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 
@@ -169,3 +171,26 @@ def test_a_rank_that_cannot_load_is_told_in_words(qwen2, make_engine, monkeypatc
     with pytest.raises(InputError, match="rank 1: no file /nowhere"):
         make_engine(qwen2, tensor_parallel=2)
     assert children() == []
+
+
+def test_guessed_tokens_over_ranks(qwen2, make_engine, ranks):
+    speculation = Speculation(method="ngram", num_tokens=3)
+    repetitive = [[5, 6, 7, 8] * 6, [9, 10, 11] * 9]
+    expected = [made.token_ids for made in run_all(make_engine(qwen2), repetitive, greedy(40))]
+    engine = ranks(qwen2, speculation=speculation)
+    assert [made.token_ids for made in run_all(engine, repetitive, greedy(40))] == expected
+    assert engine.stats().draft_tokens > 0
+
+
+@pytest.mark.skipif(native is None, reason="the native kernels are not there")
+def test_native_kernels_on_each_rank(qwen2, make_engine, ranks):
+    """In bf16, whose sums over ranks are rounded once more."""
+    alone, together = (make(qwen2, dtype="bf16", kernels="native") for make in (make_engine, ranks))
+    numerics = together.info.fingerprint
+    assert numerics["program"] == "torch (ranks share it, and sum by torch)"
+    assert "native" in numerics["linear_kernels"]
+    assert "native" in numerics["attention_kernel"]
+    params = greedy(0, prompt_logprobs=0)
+    for one, other in zip(*(run_all(engine, PROMPTS, params) for engine in (alone, together)), strict=True):
+        pairs = zip(one.prompt_logprobs, other.prompt_logprobs, strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 0.5
