@@ -254,6 +254,7 @@ def _build(config: EngineConfig) -> Engine:
         num_ranks=config.tensor_parallel,
         kv_cache_bytes=plan.kv_cache_bytes,
         weight_bytes=weight_bytes,
+        packed_weights=worker.loader.packed_weights,
         device=worker.device.type if collectives else str(worker.device),
         fingerprint=_fingerprint(worker, executor.runner.program),
         pace=pace,

@@ -104,6 +104,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_groups: int = 1  # of more than one a block of each holds its own number of tokens
     kv_cache_bytes: int
     weight_bytes: int
+    packed_weights: str = ""  # where they are kept as native kernels read them, for people
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
     pace: "Pace | None" = None  # where an SLO is kept

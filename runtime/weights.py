@@ -1,7 +1,7 @@
 """A checkpoint's tensors -> a Decoder. Tensors are memory-mapped and taken one linear at a time."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from llmq.quantize.formats.base import CheckpointFormat
 from llmq.quantize.formats.registry import format_of
 from llmq.quantize.formats.stacked import stack_rows
 from llmq.runtime.dtypes import NativeNumerics
+from llmq.runtime.kernels import native
+from llmq.runtime.layers.kept_linears import entry_of, linear_of, packing_code
 from llmq.runtime.layers.linear import DenseLinear, FixedRowsLinear, Linear, Weight, make_linear
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP, Activation, Experts
 from llmq.runtime.layers.native_linear import NativeLinear, rounded_to_int8
@@ -24,6 +26,7 @@ from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, r
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
 from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
 from llmq.runtime.models.decoder import Decoder, OutputHead, ResidualBlock
+from llmq.runtime.packed_cache import PackedCache
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.parallel.norm import SplitRMSNorm
 from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks, kind_of
@@ -39,7 +42,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files = {name: checkpoint.path / info.file for name, info in checkpoint.tensors.items()}
         self._open: dict[Path, safe_open] = {}
-        self._read: set[str] = set()
+        self.read: list[str] = []  # in order, maybe more than once
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -52,11 +55,12 @@ class TensorReader:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
-        self._read.add(name)
+        self.read.append(name)
         return self._open[path].get_tensor(name)
 
     def unread(self) -> Iterator[str]:
-        return (name for name in self._files if name not in self._read)
+        read = set(self.read)
+        return (name for name in self._files if name not in read)
 
 
 class DecoderLoader:
@@ -81,7 +85,9 @@ class DecoderLoader:
         self.architecture = checkpoint.architecture
         self.dtype, self.device = dtype, device
         self.batch_invariant, self.native = batch_invariant, native
+        self.checkpoint = checkpoint
         self.tensors = TensorReader(checkpoint)
+        self.packed: PackedCache | None = None  # while weights are loaded for native kernels
         self.quantization: CheckpointFormat | None = None
         if checkpoint.quantization:
             self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
@@ -102,12 +108,14 @@ class DecoderLoader:
             raise InputError("config.json: use_bidirectional_attention: this model reads ahead, it does not generate")
 
     def load(self, max_model_len: int) -> Decoder:
+        if self.native is not None:
+            self.packed = self._packed_cache()
         embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
         if self.architecture.tie_word_embeddings:
             # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
-            head = self._head(embedding)
+            head = self._once("head", lambda: self._head(embedding))
         elif self.native is not None and self.native.int8_head:
-            head = self._head(self._weight("lm_head"))
+            head = self._once("head", lambda: self._head(self._weight("lm_head")))
         else:
             head = self._linear("lm_head")
         ropes = self._ropes(max_model_len)
@@ -126,7 +134,13 @@ class DecoderLoader:
             vocabulary=None if self.collectives is None else SplitVocabulary.of(self.plan, self.collectives),
         )
         self._check_all_read()
+        if self.packed is not None:
+            self.packed.save()
         return decoder
+
+    @property
+    def packed_weights(self) -> str:
+        return "" if self.packed is None else self.packed.said
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """The checkpoint's static scales of the KV-cache: layer -> K's and V's."""
@@ -219,7 +233,32 @@ class DecoderLoader:
             return LayerNorm(weight, self._dense(f"{name}.bias"), eps)
         return (RMSNormPlusOne if self.family.norm == "rms plus one" else RMSNorm)(weight, eps)
 
+    def _packed_cache(self) -> PackedCache:
+        settings = {"isa": native.isa(), "numerics": str(self.native), "dtype": str(self.dtype)}
+        settings["rank"] = f"{self.plan.rank} of {self.plan.num_ranks}"
+        return PackedCache(self.checkpoint, settings, packing_code())
+
+    def _once(self, name: str, make: Callable[[], Linear]) -> Linear:
+        """`make()`, or what it packed at an earlier load, accounted for alike."""
+        if self.packed is None:
+            return make()
+        if (entry := self.packed.find(name)) is not None:
+            self.tensors.read += entry.facts["read"]
+            for kind, count in entry.facts["schemes"].items():
+                self.schemes[kind] = self.schemes.get(kind, 0) + count
+            return linear_of(entry)
+        num_read, schemes = len(self.tensors.read), dict(self.schemes)
+        linear = make()
+        made = {kind: more for kind, count in self.schemes.items() if (more := count - schemes.get(kind, 0))}
+        entry = entry_of(linear, {"read": self.tensors.read[num_read:], "schemes": made})
+        if entry is not None:
+            self.packed.add(name, entry)
+        return linear
+
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
+        return self._once(" ".join(names), lambda: self._read_linear(names, has_bias))
+
+    def _read_linear(self, names: Sequence[str], has_bias: bool) -> Linear:
         weights = [self._weight(name) for name in names]
         biases = [self._bias(name) if has_bias else None for name in names]
         linear = self._made(weights, biases)

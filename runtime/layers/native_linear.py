@@ -1,5 +1,7 @@
 """Linears by our own kernels: `runtime/kernels/native`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class NativeLinear:
         self.tensors: dict[str, Tensor] = {}  # what `packed` points into
         if bias is not None:
             self.tensors["bias"] = bias.float().contiguous()
-        self.activations, self.input_scale, rounded = native.Activations.exact, 0.0, False
+        self.activations, self.input_scale = native.Activations.exact, 0.0
         if isinstance(weight, Tensor):
             numbers, scales, group_size = native.Numbers.bf16, native.Scales.none, self.in_features
             self.tensors["numbers"] = _packed(numbers, weight.contiguous())
@@ -35,14 +37,49 @@ class NativeLinear:
             if weight.column_order is not None:
                 self.tensors["column_order"] = weight.column_order.to(torch.int32)
             if weight.scheme.activation is not None:
-                self.activations, rounded = native.Activations.int8_row, True
+                self.activations = native.Activations.int8_row
                 self.input_scale = 0.0 if weight.input_scale is None else float(weight.input_scale)
             elif int8_activations:
-                self.activations, rounded = native.Activations.int8_group, True
-        addresses = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        self.packed = native.PackedWeight(numbers, scales, self.out_features, self.in_features, group_size, **addresses)
+                self.activations = native.Activations.int8_group
+        self._facts = {
+            "shape": [self.out_features, self.in_features],
+            "numbers": numbers.name,
+            "scales": scales.name,
+            "group_size": group_size,
+            "activations": self.activations.name,
+            "input_scale": self.input_scale,
+        }
+        self._bind()
+
+    @classmethod
+    def from_packed(cls, facts: dict[str, Any], tensors: dict[str, Tensor]) -> "NativeLinear":
+        """Of what `packed_facts` and `tensors` were of another, in another process perhaps."""
+        linear = cls.__new__(cls)
+        linear._facts, linear.tensors = facts, tensors
+        linear.out_features, linear.in_features = facts["shape"]
+        linear.activations = getattr(native.Activations, facts["activations"])
+        linear.input_scale = facts["input_scale"]
+        linear._bind()
+        return linear
+
+    @property
+    def packed_facts(self) -> dict[str, Any]:
+        """What it is beside its tensors, as JSON has it."""
+        return self._facts
+
+    def _bind(self) -> None:
+        facts = self._facts
+        self.packed = native.PackedWeight(
+            getattr(native.Numbers, facts["numbers"]),
+            getattr(native.Scales, facts["scales"]),
+            self.out_features,
+            self.in_features,
+            facts["group_size"],
+            **{name: tensor.data_ptr() for name, tensor in self.tensors.items()},
+        )
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        self.kernel = f"native {numbers.name}{' × int8' if rounded else ''}, {native.isa()}"
+        rounded = " × int8" if self.activations != native.Activations.exact else ""
+        self.kernel = f"native {facts['numbers']}{rounded}, {native.isa()}"
 
     @staticmethod
     def runs(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> bool:

@@ -40,6 +40,7 @@ class Model(Protocol):
 class ModelLoader(Protocol):
     implementation: str  # whose modelling code runs
     schemes: dict[str, int]  # what linears are made of -> how many
+    packed_weights: str  # where native kernels' own are kept on disk, for people; empty: they are not
 
     def load(self, max_model_len: int) -> Model: ...
 

@@ -95,6 +95,8 @@ class TransformersDecoder:
 class TransformersLoader:
     """Loads what `model_type` is to transformers. Raises InputError, before a weight is read where that can be."""
 
+    packed_weights = ""
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.architecture = checkpoint.architecture

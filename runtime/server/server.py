@@ -212,6 +212,8 @@ def _ready_line(
             f"keeps {engine.slo}: a token alone takes {1000 * info.pace.floor_s:.3g} ms, and "
             f"{format_count(info.pace.most_decodes, 'request')} of {info.pace.context} tokens can decode at once"
         )
+    if info.packed_weights:
+        parts.append(f"packed weights {info.packed_weights}")
     if sampling_defaults:
         listed = ", ".join(f"{name} {value:g}" for name, value in sampling_defaults.items())
         parts.append(f"unless asked otherwise: {listed} (generation_config.json)")

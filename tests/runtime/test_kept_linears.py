@@ -1,0 +1,76 @@
+"""A decoder from the cache of packed weights computes, counts and refuses as one that was packed just now."""
+
+import shutil
+
+import pytest
+import torch
+from engine_driver import greedy, run_all
+from safetensors.torch import load_file, save_file
+
+from llmq.profiles.errors import InputError
+from llmq.runtime import packed_cache
+from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.layers.native_linear import NativeLinear
+
+pytestmark = pytest.mark.skipif(native is None, reason=why_absent)
+PROMPTS = [[5, 9, 200, 31], [7] * 40]
+# Groups, zero points, an order of columns, static scales of inputs: whatever a packed weight can have.
+CHECKPOINTS = ["tiny", "tiny with biases", "autogptq-w4g128-asym-actorder", "autoawq-w4g128-gemm", "llmc-sq-w8a8"]
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def folder(request, tmp_path, tiny_llama, monkeypatch):
+    monkeypatch.setattr(packed_cache, "_LEAST_BYTES", 0)
+    if request.param == "tiny":
+        source = tiny_llama(dtype="bfloat16")
+    elif request.param == "tiny with biases":
+        source = tiny_llama(dtype="bfloat16", model_type="qwen2")
+    else:
+        source = request.getfixturevalue("shared") / "interop" / request.param
+    return shutil.copytree(source, tmp_path / "model")
+
+
+def packings(monkeypatch):
+    """Linears that are packed from here on."""
+    packed, inner = [], NativeLinear.__init__
+    monkeypatch.setattr(NativeLinear, "__init__", lambda *given: packed.append(given) or inner(*given))
+    return packed
+
+
+def test_the_second_load_packs_nothing_and_computes_alike(folder, make_engine, monkeypatch):
+    first = make_engine(folder, dtype="bf16")
+    assert "kept in" in first.info.packed_weights
+    packed = packings(monkeypatch)
+    second = make_engine(folder, dtype="bf16")
+    assert not packed
+    assert "from" in second.info.packed_weights
+    assert second.info.fingerprint == first.info.fingerprint
+    assert second.info.weight_bytes == first.info.weight_bytes
+    params = greedy(12, logprobs=3)
+    assert run_all(second, PROMPTS, params) == run_all(first, PROMPTS, params)
+
+
+def test_changed_weights_are_packed_anew(folder, make_engine, monkeypatch):
+    make_engine(folder, dtype="bf16")
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    tensors = {name: tensor.neg() if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    packed = packings(monkeypatch)
+    make_engine(folder, dtype="bf16")
+    assert packed
+
+
+def test_what_is_missing_or_unused_is_refused_alike(folder, make_engine):
+    make_engine(folder, dtype="bf16")
+    path = next(folder.glob("*.safetensors"))
+    save_file({**load_file(path), "model.layers.0.unknown": torch.ones(1)}, path)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"layers\.0\.unknown"):
+            make_engine(folder, dtype="bf16")
+
+
+def test_float32_and_torch_keep_nothing(folder, make_engine):
+    assert make_engine(folder, dtype="fp32").info.packed_weights == ""
+    assert make_engine(folder, dtype="bf16", kernels="torch").info.packed_weights == ""
+    assert not list((folder / packed_cache.FOLDER).glob("*.bin"))
