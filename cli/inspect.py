@@ -62,9 +62,9 @@ def inspect(
     kinds = _kinds(modules, schemes, each=layers)
     facts = tokenizer_facts(path, checkpoint.config)
     if as_json:
-        console.print_json(_as_json(model, checkpoint, kinds, facts, problems))
+        console.print_json(_as_json(model, checkpoint, kinds, schemes, facts, problems))
     else:
-        _print(model, checkpoint, kinds, facts, problems)
+        _print(model, checkpoint, kinds, schemes, facts, problems)
 
 
 def _declared_schemes(checkpoint: "Checkpoint", modules: "list[Module]") -> tuple[dict[str, "WeightScheme"], list[str]]:
@@ -106,7 +106,12 @@ def _kinds(modules: "list[Module]", schemes: dict[str, "WeightScheme"], each: bo
 
 
 def _print(
-    model: str, checkpoint: "Checkpoint", kinds: list[Kind], facts: "TokenizerFacts", problems: list[str]
+    model: str,
+    checkpoint: "Checkpoint",
+    kinds: list[Kind],
+    schemes: "dict[str, WeightScheme]",
+    facts: "TokenizerFacts",
+    problems: list[str],
 ) -> None:
     console.heading(f"{model}: {_describe(checkpoint)}")
     rows: list[list[Any]] = [
@@ -127,7 +132,7 @@ def _print(
         [">", "module", "stored as", ">shape", ">bytes", ">bits"],
         [*rows, [], [*total, _bits(checkpoint.total_bytes, total_weights)]],
     )
-    console.print_notes([*_summary(checkpoint, kinds), *_tokenizer_lines(facts), *problems])
+    console.print_notes([*_summary(checkpoint, kinds, schemes), *_tokenizer_lines(facts), *problems])
 
 
 def _describe(checkpoint: "Checkpoint") -> str:
@@ -157,7 +162,21 @@ def _bits(num_bytes: int, num_weights: int) -> str:
     return f"{8 * num_bytes / num_weights:.2f}" if num_weights else ""
 
 
-def _summary(checkpoint: "Checkpoint", kinds: list[Kind]) -> list[str]:
+def _valid_ranks(checkpoint: "Checkpoint", schemes: "dict[str, WeightScheme]") -> list[int]:
+    """Numbers of ranks that `serve --tp` takes; none where the runtime does not split the decoder."""
+    from llmq.profiles.architecture import ModelArchitecture
+    from llmq.profiles.errors import InputError
+    from llmq.runtime.parallel.shard_plan import valid_ranks
+
+    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    try:
+        architecture = ModelArchitecture.from_config(config)
+        return valid_ranks(architecture, config, schemes) if architecture.family else []
+    except InputError:
+        return []
+
+
+def _summary(checkpoint: "Checkpoint", kinds: list[Kind], schemes: "dict[str, WeightScheme]") -> list[str]:
     linears = [module for kind in kinds for module in kind.modules if module.is_linear and module.layer is not None]
     files = {tensor.file for tensor in checkpoint.tensors.values()}
     tied = checkpoint.config.get("tie_word_embeddings")
@@ -171,6 +190,8 @@ def _summary(checkpoint: "Checkpoint", kinds: list[Kind]) -> list[str]:
         lines.append("The head is tied to the embedding." if tied else "The head has weights of its own.")
     if checkpoint.quantization and _has_float_head(checkpoint):
         lines.append("Native kernels on a CPU round its 16-bit head to int8 when it is loaded, unless --head 16bit.")
+    if ranks := _valid_ranks(checkpoint, schemes):
+        lines.append(f"Splits over {', '.join(map(str, ranks))} ranks (--tp).")
     if checkpoint.quantization:
         scheme = checkpoint.quantization.get("kv_cache_scheme")
         kv = f"{scheme.get('type')}{scheme.get('num_bits')} KV-cache scales" if scheme else "no KV-cache scales"
@@ -201,7 +222,12 @@ def _tokenizer_lines(facts: "TokenizerFacts") -> list[str]:
 
 
 def _as_json(
-    model: str, checkpoint: "Checkpoint", kinds: list[Kind], facts: "TokenizerFacts", problems: list[str]
+    model: str,
+    checkpoint: "Checkpoint",
+    kinds: list[Kind],
+    schemes: "dict[str, WeightScheme]",
+    facts: "TokenizerFacts",
+    problems: list[str],
 ) -> dict[str, Any]:
     config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
     keys = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -214,6 +240,7 @@ def _as_json(
         "total_bytes": checkpoint.total_bytes,
         "bits_per_weight": round(8 * checkpoint.total_bytes / total_weights, 4) if total_weights else None,
         "quantization": checkpoint.quantization,
+        "valid_tensor_parallel": _valid_ranks(checkpoint, schemes),
         "modules": [
             {
                 "name": kind.name,

@@ -1,6 +1,5 @@
 """A checkpoint's tensors -> a Decoder. Tensors are memory-mapped and taken one linear at a time."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.base import CheckpointFormat
 from llmq.quantize.formats.registry import format_of
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.formats.stacked import stack_rows
 from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kernels import native
@@ -29,7 +29,7 @@ from llmq.runtime.models.decoder import Decoder, OutputHead, ResidualBlock
 from llmq.runtime.packed_cache import PackedCache
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.parallel.norm import SplitRMSNorm
-from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks, kind_of
+from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks
 from llmq.runtime.parallel.vocabulary import SplitVocabulary
 
 # Stored by some writers, and nothing of it is lost by not reading it: buffers, and a tied head's second copy.
@@ -93,7 +93,8 @@ class DecoderLoader:
             self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
         self.collectives = collectives
         num_ranks, rank = (1, 0) if collectives is None else (collectives.num_ranks, collectives.rank)
-        check_ranks(self.architecture, self.config, num_ranks, self._column_step)
+        if num_ranks > 1:
+            check_ranks(self.architecture, self.config, num_ranks, self._schemes())
         self.plan = ShardPlan(self.architecture, family, self.config, num_ranks, rank)
         self.schemes: dict[str, int] = {}  # what linears are made of -> how many
         self.dense_weights: dict[str, Tensor] = {}  # linear in 16 bit -> its rows of what is multiplied with
@@ -308,14 +309,10 @@ class DecoderLoader:
             tensor = tensor[:, slice(*shard.columns)].contiguous()
         return tensor.to(device=self.device, dtype=self.dtype)
 
-    def _column_step(self, kind: str, in_features: int) -> int:
-        """Input features of modules of a kind that belong together: the groups of what is declared of them."""
-        if self.quantization is None:
-            return 1
-        modules = {name.rpartition(".")[0] for name in self.tensors}
-        schemes = {self.quantization.scheme_for(module) for module in modules if kind_of(module) == kind} - {None}
-        # In activation order each column has its group beside it.
-        return math.lcm(*(one.column_step(in_features) for one in schemes if not one.has_column_groups))
+    def _schemes(self) -> dict[str, WeightScheme]:
+        """What is declared of each quantized module."""
+        modules = {name.rpartition(".")[0] for name in self.tensors} if self.quantization else set()
+        return {module: scheme for module in modules if (scheme := self.quantization.scheme_for(module)) is not None}
 
     def _check_all_read(self) -> None:
         """A tensor that nothing reads is a model that is not computed as it was stored."""

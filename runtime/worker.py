@@ -116,4 +116,8 @@ def _device(name: str, num_ranks: int, rank: int) -> torch.device:
         raise InputError(
             f"--tp {num_ranks}: torch sees {torch.cuda.device_count()} CUDA devices here, a rank needs one"
         )
-    return torch.device("cuda") if num_ranks == 1 else torch.device("cuda", rank)
+    if num_ranks == 1:
+        return torch.device("cuda")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)  # NCCL and Triton take the current one
+    return device

@@ -34,9 +34,8 @@ def linear_of(entry: PackedEntry) -> Linear:
 def packing_code() -> str:
     """The version of all code between a checkpoint's bytes and packed ones: of its files, so that nobody has to think
     of raising a number."""
-    ours = [
-        _RUNTIME / name for name in ("weights.py", "packed_cache.py", "layers/linear.py", "layers/native_linear.py")
-    ]
+    names = ("weights.py", "packed_cache.py", "layers/linear.py", "layers/native_linear.py", "parallel/shard_plan.py")
+    ours = [_RUNTIME / name for name in names]
     read = [path for folder in formats.__path__ for path in sorted(Path(folder).glob("*.py"))]
     digest = hashlib.sha256()
     for path in (*ours, Path(__file__), *read, Path(native.__file__)):

@@ -49,12 +49,13 @@ class RankProcesses:
         self.close = weakref.finalize(self, _end, self._ranks, folder, self._is_closing)
         for number in range(1, config.tensor_parallel):
             self._ranks.append(_start(number))
-            _send(self._ranks[-1], Start(config, number))
+            _send(self._ranks[-1], msgspec.msgpack.encode(Start(config, number)))
 
     def send(self, message: ToRank) -> None:
         """To all. One that is gone is noticed by who waits for it."""
+        encoded = msgspec.msgpack.encode(message)
         for rank in self._ranks:
-            _send(rank, message)
+            _send(rank, encoded)
 
     def expect(self, kind: type[T]) -> list[T]:
         """The next message of each. Raises InputError or FailedError with the words of a rank that ends instead."""
@@ -95,9 +96,9 @@ def _watch(ranks: list[_Rank], is_closing: threading.Event, on_death: Callable[[
     on_death(echo)
 
 
-def _send(rank: _Rank, message: ToRank) -> None:
+def _send(rank: _Rank, encoded: bytes) -> None:
     with contextlib.suppress(OSError):
-        rank.connection.send_bytes(msgspec.msgpack.encode(message))
+        rank.connection.send_bytes(encoded)
 
 
 def _receive(rank: _Rank) -> FromRank | None:
@@ -137,7 +138,7 @@ def _start(number: int) -> _Rank:
 def _end(ranks: list[_Rank], folder: str, is_closing: threading.Event) -> None:
     is_closing.set()
     for rank in ranks:
-        _send(rank, Stop())
+        _send(rank, msgspec.msgpack.encode(Stop()))
     deadline_s = time.monotonic() + STOP_S
     for rank in ranks:
         try:

@@ -5,8 +5,9 @@ their output features (colwise), those that write to it by their input features 
 the MLP's features stay on one rank and a layer needs one sum over ranks behind each of the two.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,8 +15,10 @@ from typing import Any, Literal
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily
+from llmq.quantize.formats.scheme import WeightScheme
 
 Range = tuple[int, int]  # start, stop
+NONE_QUANTIZED: Mapping[str, WeightScheme] = {}
 
 
 @dataclass(frozen=True)
@@ -110,23 +113,27 @@ class ShardPlan:
         return Shard("rowwise", columns=columns, has_bias=self.rank == 0)
 
 
-def valid_ranks(architecture: ModelArchitecture, config: Mapping[str, Any]) -> list[int]:
-    """Numbers of ranks that a decoder of llmq's own can be split into, by its heads and its MLPs' widths."""
-    widths = [width for width, _, _ in _mlps(architecture, architecture.family, config)]
-    return [n for n in architecture.valid_tensor_parallel if not any(width % n for width in widths)]
+def valid_ranks(
+    architecture: ModelArchitecture, config: Mapping[str, Any], schemes: Mapping[str, WeightScheme] = NONE_QUANTIZED
+) -> list[int]:
+    """Numbers of ranks that a decoder of llmq's own can be split into: by its heads, by the widths of its MLPs, and by
+    what of its quantized modules (`schemes`, by their names) belongs together."""
+    inputs = ShardPlan(architecture, architecture.family, config).split_inputs
+    steps = _column_steps(inputs, schemes)
+    return [
+        n
+        for n in _valid_by_shape(architecture, config)
+        if n == 1 or not any(width // n % steps[kind] for kind, width in inputs.items())
+    ]
 
 
 def check_ranks(
     architecture: ModelArchitecture,
     config: Mapping[str, Any],
     num_ranks: int,
-    column_step: Callable[[str, int], int] = lambda name, in_features: 1,
+    schemes: Mapping[str, WeightScheme] = NONE_QUANTIZED,
 ) -> None:
-    """Raises InputError, with the numbers that work, for ranks that a model cannot be split into.
-
-    column_step: of a kind of module ("layer.mlp.down_proj") and its input features, how many of them share a scale and
-    so belong together.
-    """
+    """Raises InputError, with the numbers that work, for ranks that a model cannot be split into (`valid_ranks`)."""
     if num_ranks == 1:
         return
     config, family = {**config, **(config.get("text_config") or {})}, architecture.family
@@ -135,24 +142,38 @@ def check_ranks(
             f"--tp {num_ranks}: model_type {architecture.model_type!r} runs by transformers' own code, which llmq does "
             "not split over ranks; leave --tp away"
         )
-    by_shape = valid_ranks(architecture, config)
-    inputs = ShardPlan(architecture, family, config).split_inputs
-    steps = {name: column_step(name, width) for name, width in inputs.items()}
-    valid = [n for n in by_shape if n == 1 or not any(inputs[name] // n % step for name, step in steps.items())]
+    valid = valid_ranks(architecture, config, schemes)
     if num_ranks in valid:
         return
     works = f"valid: {', '.join(map(str, valid))}"
-    if num_ranks not in by_shape:
+    if num_ranks not in _valid_by_shape(architecture, config):
         widths = sorted({width for width, _, _ in _mlps(architecture, family, config)})
         raise InputError(
             f"--tp {num_ranks} does not split {architecture.num_attention_heads} heads, {architecture.num_kv_heads} KV "
             f"heads and an MLP of {' and '.join(map(str, widths))} features evenly; {works}"
         )
-    name, step = next((name, step) for name, step in steps.items() if inputs[name] // num_ranks % step)
+    inputs = ShardPlan(architecture, family, config).split_inputs
+    steps = _column_steps(inputs, schemes)
+    kind = next(kind for kind, width in inputs.items() if width // num_ranks % steps[kind])
     raise InputError(
-        f"--tp {num_ranks}: a rank would take {inputs[name] // num_ranks} of the {inputs[name]} input features of "
-        f"{name.removeprefix('layer.')}, and {step} of them belong together; {works}"
+        f"--tp {num_ranks}: a rank would take {inputs[kind] // num_ranks} of the {inputs[kind]} input features of "
+        f"{kind.removeprefix('layer.')}, and {steps[kind]} of them belong together; {works}"
     )
+
+
+def _valid_by_shape(architecture: ModelArchitecture, config: Mapping[str, Any]) -> list[int]:
+    widths = [width for width, _, _ in _mlps(architecture, architecture.family, config)]
+    return [n for n in architecture.valid_tensor_parallel if not any(width % n for width in widths)]
+
+
+def _column_steps(inputs: Mapping[str, int], schemes: Mapping[str, WeightScheme]) -> dict[str, int]:
+    """Of each kind of module that is split by its inputs, how many of them share a scale or a word."""
+    steps = dict.fromkeys(inputs, 1)
+    for module_name, scheme in schemes.items():
+        kind = kind_of(module_name)
+        if kind in steps and not scheme.has_column_groups:  # in activation order each column has its group beside it
+            steps[kind] = math.lcm(steps[kind], scheme.column_step(inputs[kind]))
+    return steps
 
 
 def _times(heads: Range, size: int) -> Range:

@@ -29,12 +29,14 @@ def test_a_model_in_16_bit(tiny_llama):
     assert modules["self_attn.k_proj"]["shape"] == [32, 64]
     assert modules["self_attn.k_proj"]["stored_as"] == "bf16"
     assert result["bits_per_weight"] == 16
+    assert result["valid_tensor_parallel"] == [1, 2, 4]
     assert result["total_bytes"] == 2 * result["num_weights"]
     assert result["tie_word_embeddings"] is False
     assert result["tokenizer"]["eos_token"] == {"token": "<|im_end|>", "id": 2}
     assert result["tokenizer"]["has_chat_template"]
     shown = text(folder)
     assert "The head has weights of its own." in shown
+    assert "Splits over 1, 2, 4 ranks (--tp)." in shown
     assert "16.00 bits a weight" in shown
 
 

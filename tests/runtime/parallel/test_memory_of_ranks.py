@@ -85,7 +85,7 @@ def test_the_weights_of_a_rank(folder, monkeypatch):
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
 
     def read(reader: TensorReader, name: str) -> torch.Tensor:
-        reader._read.add(name)
+        reader.read.append(name)
         return torch.empty(shapes[name], dtype=torch.bfloat16, device=META)
 
     monkeypatch.setattr(TensorReader, "__call__", read)

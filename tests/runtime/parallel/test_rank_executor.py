@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Collected, force_preemption, greedy, run_all
+from random_weights import make, quantize_folder
 from tiny_model import save_tiny_model
 
 from llmq.profiles.errors import FailedError, InputError
 from llmq.runtime.config import Speculation
 from llmq.runtime.kernels import native
+from llmq.runtime.parallel import rank_processes
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 
@@ -111,6 +113,21 @@ def test_preemption_forks_and_aborts(qwen2, make_engine, ranks):
     assert all(len(tokens) == 9 for tokens in made[0].values())
 
 
+@pytest.mark.parametrize(
+    ("format_name", "more"),
+    [("compressed-tensors", {}), ("awq", {"zero": "int"}), ("gptq_v2", {"zero": "int", "order": True})],
+)
+def test_packed_weights_read_by_each_process(tmp_path, make_engine, ranks, format_name, more):
+    source = save_tiny_model(tmp_path / "source", "qwen3", num_hidden_layers=3)
+
+    def weight(out: int, in_: int, seed: int):
+        return make("int", 4, "group", out, in_, seed, group_size=32, **more)
+
+    folder = quantize_folder(source, tmp_path / "made", format_name, weight)
+    expected, made = (run_all(start(folder), PROMPTS, greedy(16)) for start in (make_engine, ranks))
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+
+
 def test_batch_invariance_over_ranks(qwen2, ranks):
     """To the last bit, whatever runs beside it: parts are summed in the order of ranks."""
     engine = ranks(qwen2, batch_invariant=True, enable_prefix_caching=False)
@@ -161,10 +178,22 @@ def test_what_cannot_be_split_starts_no_process(qwen2, make_engine):
     assert children() == []
 
 
+def test_a_rank_that_is_killed_while_it_loads_is_told(qwen2, make_engine, monkeypatch):
+    start = rank_processes._start
+
+    def start_and_kill(number: int):
+        rank = start(number)
+        os.kill(rank.process.pid, signal.SIGKILL)
+        return rank
+
+    monkeypatch.setattr(rank_processes, "_start", start_and_kill)
+    with pytest.raises(FailedError, match=r"the process of rank 1 \(pid \d+\) ended by signal 9"):
+        make_engine(qwen2, tensor_parallel=2)
+    assert children() == []
+
+
 def test_a_rank_that_cannot_load_is_told_in_words(qwen2, make_engine, monkeypatch):
     """A file that changes under its feet: the first rank has read its headers, the other finds none."""
-    from llmq.runtime.parallel import rank_processes
-
     start = rank_processes.Start
     gone = lambda config, rank: start(type(config)(model="/nowhere", tensor_parallel=2), rank)  # noqa: E731
     monkeypatch.setattr(rank_processes, "Start", gone)

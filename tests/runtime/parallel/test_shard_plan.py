@@ -6,6 +6,7 @@ from published_configs import LLAMA_70B
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
+from llmq.quantize.formats.scheme import WeightScheme
 from llmq.runtime.parallel.shard_plan import REPLICATED, ShardPlan, check_ranks, valid_ranks
 
 SMOLLM2 = {
@@ -96,5 +97,6 @@ def test_what_cannot_be_is_refused_with_what_can():
     assert "valid: 1, 2, 4, 8, 16, 32, 64" in refused(LLAMA_70B, 3)
     assert "valid: 1" in refused({**SMOLLM2, "intermediate_size": 1535}, 3)
     assert "transformers' own code" in refused({**SMOLLM2, "model_type": "stablelm"}, 3)
-    said = refused(SMOLLM2, 3, column_step=lambda kind, width: 1024 if kind == "layer.mlp.down_proj" else 64)
+    wide = {"model.layers.4.mlp.down_proj": WeightScheme("int", 4, "group", 1024)}
+    said = refused(SMOLLM2, 3, schemes={**wide, "model.layers.0.self_attn.o_proj": WeightScheme("int", 4, "group", 64)})
     assert "512 of the 1536 input features of mlp.down_proj, and 1024 of them belong together; valid: 1" in said

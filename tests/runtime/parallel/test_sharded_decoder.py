@@ -166,6 +166,17 @@ def test_groups_are_not_cut(tmp_path):
     check(quantize_folder(source, tmp_path / "ordered", "gptq", integers(4, group_size=64, order=True)), 2)
 
 
-@pytest.mark.parametrize("name", ["llmc-gptq-w4a16", "llmc-sq-w8a8", "llmc-fp8-dynamic", "llmc-fp8-static"])
-def test_what_llm_compressor_wrote(shared, name):
-    check(shared / "interop" / name, 2, 2e-5 if name == "llmc-gptq-w4a16" else 0.2)
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("llmc-gptq-w4a16", 2e-5),
+        ("autogptq-w4g128-sym", 2e-5),
+        ("autogptq-w4g128-asym-actorder", 2e-5),
+        ("autoawq-w4g128-gemm", 2e-5),
+        ("llmc-sq-w8a8", 0.2),
+        ("llmc-fp8-dynamic", 0.2),
+        ("llmc-fp8-static", 0.2),
+    ],
+)
+def test_what_other_libraries_wrote(shared, name, bound):
+    check(shared / "interop" / name, 2, bound)
