@@ -1,31 +1,24 @@
 """The life of `llmq serve`: bind, start the engine, answer, drain, end."""
 
 import asyncio
-import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import uvicorn
 
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.units import format_bytes, format_count
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.frontend.generation_defaults import generation_defaults
-from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.request import EngineInfo
-from llmq.runtime.server.app import create_app
-from llmq.runtime.server.callers import ApiKeys
 from llmq.runtime.server.engine_client import ENGINE_COMMAND, EngineClient, EngineDeadError
 from llmq.runtime.server.metrics import ServerMetrics
-from llmq.runtime.server.service import Service
 
-# What a client may take to read the last bytes of its answer after the engine is gone or the drain is over.
-LAST_WORDS_S = 5
+if TYPE_CHECKING:
+    from llmq.runtime.server.front import Front
+    from llmq.runtime.server.service import Service
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +37,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Literal["model", "openai"] = "model"  # where sampling defaults come from
 
 
-class _Uvicorn(uvicorn.Server):
-    """Uvicorn without its signal handlers: ours let requests finish first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(
     config: ServerConfig,
     *,
@@ -66,26 +51,20 @@ def serve(
     ends the server.
     """
     listener = _bind(config.host, config.port)
-    tokenizer = Tokenizer.from_folder(config.engine.model)
-    defaults = generation_defaults(config.engine.model) if config.generation_config == "model" else {}
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, tokenizer, defaults, listener, engine_command, check_engine).run())
+        return runner.run(_Server(config, listener, engine_command, check_engine).run())
 
 
 class _Server:
     def __init__(
         self,
         config: ServerConfig,
-        tokenizer: Tokenizer,
-        sampling_defaults: dict[str, Any],
         listener: socket.socket,
         engine_command: Sequence[str],
         check_engine: Callable[[EngineInfo], None] | None,
     ) -> None:
         self._config = config
         self._check_engine = check_engine
-        self._tokenizer = tokenizer
-        self._sampling_defaults = sampling_defaults
         self._listener = listener
         self._metrics = ServerMetrics()
         self._client = EngineClient(
@@ -97,6 +76,7 @@ class _Server:
         self._signalled = asyncio.Event()
         self._signal = 0  # the last one
         self._is_hurried = False  # nothing is waited for
+        self._has_started = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -108,47 +88,29 @@ class _Server:
             kind = InputError if error.exit_code == 2 else FailedError
             raise kind(str(error)) from None
         finally:
-            await self._client.stop(kill=self._is_hurried)
+            # An engine that loads hears nobody.
+            await self._client.stop(kill=self._is_hurried or not self._has_started)
             self._listener.close()
 
     async def _serve(self) -> int:
-        starting = asyncio.ensure_future(self._client.start())
+        loading = asyncio.ensure_future(self._load())
         signalled = asyncio.ensure_future(self._signalled.wait())
-        await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
+        await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
             self._is_hurried = True
-            starting.cancel()
-            await asyncio.wait({starting})
+            loading.cancel()
+            await asyncio.wait({loading})
             self._say("llmq serve: ended while the model was loading")
             return 128 + self._signal
-        info = starting.result()
+        info, front = loading.result()
+        self._has_started = True
         if self._check_engine is not None:
             self._check_engine(info)
-        service = Service(
-            self._client,
-            self._tokenizer,
-            info,
-            self._metrics,
-            model_name=self._config.served_model_name or Path(self._config.engine.model).resolve().name,
-            max_queue=self._config.max_queue,
-            max_num_seqs=self._config.engine.max_num_seqs,
-            request_timeout_s=self._config.request_timeout_s,
-            sampling_defaults=self._sampling_defaults,
-        )
-        api_keys = ApiKeys(self._config.api_keys, salt_per_key=self._config.salt_per_key)
-        server = _Uvicorn(
-            uvicorn.Config(
-                create_app(service, api_keys=api_keys),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_graceful_shutdown=LAST_WORDS_S,
-            )
-        )
+        service = front.service(self._client, info, self._metrics)
+        server = front.http_server(service)
         _listen(self._listener)
         answering = asyncio.ensure_future(server.serve(sockets=[self._listener]))
-        self._say(_ready_line(service, self._config, self._listener, self._sampling_defaults))
+        self._say(_ready_line(service, self._config, self._listener, front.sampling_defaults))
         died = asyncio.ensure_future(self._client.died.wait())
         await asyncio.wait({answering, signalled, died}, return_when=asyncio.FIRST_COMPLETED)
         if self._client.died.is_set():
@@ -162,7 +124,11 @@ class _Server:
             return 128 + self._signal
         return self._client.exit_code
 
-    async def _drain(self, service: Service, died: asyncio.Future) -> None:
+    async def _load(self) -> "tuple[EngineInfo, Front]":
+        """The engine's process is started first: what answers is imported while it loads."""
+        return await asyncio.gather(self._client.start(), asyncio.to_thread(_make_front, self._config))
+
+    async def _drain(self, service: "Service", died: asyncio.Future) -> None:
         service.draining = True
         if service.num_calls:
             self._say(
@@ -186,8 +152,14 @@ class _Server:
         print(text, file=sys.stderr, flush=True)
 
 
+def _make_front(config: ServerConfig) -> "Front":
+    from llmq.runtime.server.front import Front
+
+    return Front(config)
+
+
 def _ready_line(
-    service: Service, config: ServerConfig, listener: socket.socket, sampling_defaults: dict[str, Any]
+    service: "Service", config: ServerConfig, listener: socket.socket, sampling_defaults: dict[str, Any]
 ) -> str:
     info, engine = service.info, config.engine
     blocks = f"{info.num_blocks} blocks"
