@@ -41,8 +41,9 @@ TensorParallel = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        help="Guess tokens and verify several in one step: ngram (as the text went on before), or auto: by n-grams, as "
-        "many as are worth their time. No token changes.",
+        help="Guess tokens and verify several in one step: ngram (as the text went on before), draft (as --draft-model "
+        "or --draft-quant says), or auto: as many as are worth their time, by a drafter or else by n-grams. No token "
+        "changes.",
         show_default=False,
     ),
 ]
@@ -50,6 +51,17 @@ NumSpeculativeTokens = Annotated[
     int | None,
     typer.Option(
         min=1, max=64, help="Guessed for a request at once, at most.  [default: 4; 8 with auto]", show_default=False
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="A smaller model of the same vocabulary, which guesses for this one.", show_default=False),
+]
+DraftQuant = Annotated[
+    str | None,
+    typer.Option(
+        help="A copy of the model in 3 or 4 bits guesses for it: w3 or w4. Made once, without calibration, and cached.",
+        show_default=False,
     ),
 ]
 ServedModelName = Annotated[
@@ -118,15 +130,32 @@ def check_word(flag: str, word: str) -> None:
         raise InputError(f"{flag} {word}: one of {', '.join(words)}")
 
 
-def speculation(method: str | None, num_tokens: int | None) -> "Speculation | None":
-    """Raises InputError."""
+def speculation(
+    method: str | None, num_tokens: int | None, draft_model: str | None, draft_quant: str | None
+) -> "Speculation | None":
+    """Without the drafter's folder, which is not found yet. Raises InputError."""
     from llmq.runtime.config import Speculation
 
+    given = {"--num-speculative-tokens": num_tokens, "--draft-model": draft_model, "--draft-quant": draft_quant}
+    said = [f"{name} {value}" for name, value in given.items() if value is not None]
     if method is None:
-        if num_tokens is not None:
-            raise InputError(f"--num-speculative-tokens {num_tokens}: nothing is guessed without --speculative")
+        if said:
+            raise InputError(f"{said[0]}: nothing is guessed without --speculative")
         return None
-    if method not in ("ngram", "auto"):
-        raise InputError(f"--speculative {method}: one of ngram, auto")
+    if method not in ("ngram", "draft", "auto"):
+        raise InputError(f"--speculative {method}: one of ngram, draft, auto")
+    if draft_model is not None and draft_quant is not None:
+        raise InputError("--draft-model and --draft-quant exclude each other: give one of them")
+    if draft_quant not in (None, "w3", "w4"):
+        raise InputError(f"--draft-quant {draft_quant}: one of w3, w4")
+    has_drafter = draft_model is not None or draft_quant is not None
+    if method == "ngram" and has_drafter:
+        raise InputError(f"{said[-1]}: --speculative ngram takes no drafter; use draft or auto")
+    if method == "draft" and not has_drafter:
+        raise InputError("--speculative draft: by which model? Give --draft-model or --draft-quant w4")
     adaptive = method == "auto"
-    return Speculation(method="ngram", num_tokens=num_tokens or (8 if adaptive else 4), adaptive=adaptive)
+    return Speculation(
+        method="draft" if has_drafter else "ngram",
+        num_tokens=num_tokens or (8 if adaptive else 4),
+        adaptive=adaptive,
+    )

@@ -53,6 +53,8 @@ def serve(
     tp: options.TensorParallel = 1,
     speculative: options.Speculative = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
+    draft_model: options.DraftModel = None,
+    draft_quant: options.DraftQuant = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
     ] = False,
@@ -118,6 +120,7 @@ def serve(
     """
     import msgspec
 
+    from llmq.cli.drafter import with_drafter
     from llmq.profiles.checkpoint import find_model
     from llmq.runtime.server.server import ServerConfig
     from llmq.runtime.server.server import serve as run_server
@@ -149,14 +152,14 @@ def serve(
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),
-        speculation=options.speculation(speculative, num_speculative_tokens),
+        speculation=options.speculation(speculative, num_speculative_tokens, draft_model, draft_quant),
         threads=threads,
         tensor_parallel=tp,
     )
     proven = _read_proof(proof)
     with console.progress() as progress:
         path = find_model(model, keep_blocks=True, progress=progress)
-    engine = msgspec.structs.replace(engine, model=str(path))
+    engine = with_drafter(msgspec.structs.replace(engine, model=str(path)), draft_model, draft_quant)
     options.check_ranks(path, tp)
     _check_memory(path, engine)
     if proven:
@@ -224,8 +227,11 @@ def _dtypes(path: Path, engine: "EngineConfig") -> "Dtypes":
 def _check_memory(path: Path, engine: "EngineConfig") -> None:
     """Refuse before any weight is read, and before torch is imported, what cannot fit."""
     from llmq.profiles.checkpoint import read_checkpoint
-    from llmq.runtime.memory import plan_kv_cache
+    from llmq.runtime.memory import plan_kv_cache, with_drafter_layers
 
     if engine.kv_cache_memory_bytes is None:
         return
-    plan_kv_cache(read_checkpoint(path).architecture, engine, _dtypes(path, engine), 0)
+    drafter = engine.speculation and engine.speculation.draft_model
+    of_drafter = read_checkpoint(Path(drafter)).architecture if drafter else None
+    cached = with_drafter_layers(read_checkpoint(path).architecture, of_drafter)
+    plan_kv_cache(cached, engine, _dtypes(path, engine), 0)

@@ -32,8 +32,7 @@ from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
-from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
-from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.scheduler_output import DraftTerms, SchedulerOutput, StepResult
 from llmq.runtime.speculative.policy import DraftPolicy
 from llmq.runtime.trial_steps import pace_of, run_trial, slo_policy_of
 from llmq.runtime.worker import Worker
@@ -62,6 +61,7 @@ class Engine:
         self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
         self._clock = QueueClock(clock)
         self._num_steps = self._prompt_tokens = self._generation_tokens = 0
+        self._draft_s = 0.0
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
@@ -120,9 +120,11 @@ class Engine:
         self._clock.schedule(new.request_id for new in plan.new_requests)
         self._pending.append((plan, self.executor.submit(plan)))
         plan, future = self._pending.popleft()
-        outputs = self.scheduler.update_from_output(plan, future.result())
+        result = future.result()
+        outputs = self.scheduler.update_from_output(plan, result)
+        self._draft_s += result.draft_s
         if self._pacer is not None:
-            self._pacer.end_step(plan, goes_on=self.has_unfinished_requests)
+            self._pacer.end_step(plan, result.draft_s, goes_on=self.has_unfinished_requests)
         self._count(plan, outputs)
         if self._check_integrity:
             self.scheduler.kv.check_integrity()
@@ -182,6 +184,7 @@ class Engine:
             step_spread=1.0 if self._pacer is None or self._pacer.slo is None else self._pacer.slo.spread,
             draft_tokens=self.scheduler.num_draft_tokens,
             accepted_draft_tokens=self.scheduler.num_accepted_tokens,
+            draft_s=self._draft_s,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:
@@ -220,17 +223,20 @@ def _build(config: EngineConfig) -> Engine:
         GrammarProcesses(config.model, vocab_size, eos),
     )
     sampler, speculation = Sampler(eos, grammar_mask), config.speculation
-    drafter = None if speculation is None else NgramDrafter()
     executor: Executor
     if collectives is None:
         worker.load()
         plan = plan or worker.plan(worker.spare_bytes)
-        executor = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler, drafter))
-        weight_bytes = worker.model.num_bytes
+        executor = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler))
+        weight_bytes = worker.weight_bytes
     else:
-        executor, plan = RankExecutor.start(worker, collectives, plan, sampler, drafter)
+        executor, plan = RankExecutor.start(worker, collectives, plan, sampler)
         weight_bytes = executor.weight_bytes
-    policy = StepPolicy(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+    policy = StepPolicy(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_lookahead_tokens=speculation.num_tokens if worker.drafter is not None else 0,
+    )
     pacer = slo_policy = draft_policy = pace = None
     if config.slo is not None or (speculation is not None and speculation.adaptive):
         trial = run_trial(executor, plan, vocab_size, policy)
@@ -242,7 +248,7 @@ def _build(config: EngineConfig) -> Engine:
             draft_policy = DraftPolicy(speculation.num_tokens, step_costs)
         pacer = Pacer(step_costs, policy, time.monotonic, slo=slo_policy, drafts=draft_policy)
     elif speculation is not None:
-        policy = msgspec.structs.replace(policy, num_draft_tokens=speculation.num_tokens)
+        policy = msgspec.structs.replace(policy, drafts=DraftTerms(num_tokens=speculation.num_tokens))
     info = EngineInfo(
         model=config.model,
         vocab_size=vocab_size,

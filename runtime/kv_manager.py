@@ -70,12 +70,24 @@ class KVCacheManager:
             ),
         )
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None) -> bool:
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        hit: PrefixHit | None = None,
+        num_lookahead_tokens: int = 0,
+    ) -> bool:
         """Give `request` room for `num_new_tokens` more tokens; a new request brings its prefix hit.
 
         All or nothing: False when the pool cannot, and then the request holds what it held (blocks that left its
-        window apart).
+        window apart). Slots for `num_lookahead_tokens` behind them come where the pool has them to spare.
         """
+        wished = num_new_tokens + num_lookahead_tokens
+        if num_lookahead_tokens and self.has_room(wished) and self._allocate_slots(request, wished, hit):
+            return True
+        return self._allocate_slots(request, num_new_tokens, hit)
+
+    def _allocate_slots(self, request: Request, num_new_tokens: int, hit: PrefixHit | None) -> bool:
         name = request.request_id
         if hit is None and request.num_computed_tokens + num_new_tokens <= self._room.get(name, 0):
             return True  # what nearly every decode step finds
@@ -87,7 +99,7 @@ class KVCacheManager:
             max(0, -(-(num_computed + num_new_tokens) // group.block_tokens) - len(blocks))
             for group, blocks in zip(self.groups, lists, strict=True)
         ]
-        shared = [] if hit else self._shared_blocks_to_write(held, num_computed)
+        shared = [] if hit else self._shared_blocks_to_write(held, num_computed, num_new_tokens)
         # Reviving a cached block that nobody uses takes it from the free queue too.
         revived = {b.block_id for blocks in hit.blocks for b in blocks if b and not b.ref_count} if hit else ()
         if sum(missing) + len(shared) > self.pool.num_free_blocks - len(revived):
@@ -218,18 +230,23 @@ class KVCacheManager:
         """Tokens until which a request has its blocks, shares none that it writes, and none leaves a window."""
         room = []
         for group, blocks in zip(self.groups, held, strict=True):
-            room.append(len(blocks) * group.block_tokens)
+            first = num_computed // group.block_tokens
+            own = next((at for at in range(first, len(blocks)) if blocks[at].ref_count > 1), len(blocks))
+            room.append(own * group.block_tokens)
             if group.spec.window is not None:
                 room.append((_first_needed_block(group, num_computed) + 1) * group.block_tokens + group.spec.window - 1)
         return min(room)
 
-    def _shared_blocks_to_write(self, held: tuple[BlockList, ...], num_computed: int) -> list[tuple[int, int]]:
-        """Partly filled blocks that the next token goes into and others hold too, as (group, position)."""
+    def _shared_blocks_to_write(
+        self, held: tuple[BlockList, ...], num_computed: int, num_new_tokens: int
+    ) -> list[tuple[int, int]]:
+        """Blocks that the next tokens go into and others hold too, as (group, position)."""
         found = []
         for index, (group, blocks) in enumerate(zip(self.groups, held, strict=True)):
-            position = num_computed // group.block_tokens
-            if position < len(blocks) and blocks[position].ref_count > 1:
-                found.append((index, position))
+            last = (num_computed + num_new_tokens - 1) // group.block_tokens
+            for position in range(num_computed // group.block_tokens, min(last + 1, len(blocks))):
+                if blocks[position].ref_count > 1:
+                    found.append((index, position))
         return found
 
     def _release_outside_window(self, held: tuple[BlockList, ...], num_computed: int) -> None:

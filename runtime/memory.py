@@ -1,6 +1,6 @@
 """How many KV blocks an engine gets, from the specs that `kv-budget` prints by. No torch: also asked before a start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import Checkpoint
@@ -46,6 +46,13 @@ def packed_head_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNu
     rows = -(-architecture.vocab_size // 16) * 16
     columns = -(-architecture.hidden_size // 8) * 8
     return rows * (columns + 4) if numerics.int8_head else rows * columns * 2
+
+
+def with_drafter_layers(architecture: ModelArchitecture, drafter: ModelArchitecture | None) -> ModelArchitecture:
+    """What a KV-cache keeps: the layers of a model, and behind them those of the model that guesses for it."""
+    if drafter is None:
+        return architecture
+    return replace(architecture, attention=(*architecture.attention, *drafter.attention))
 
 
 def rank_layout(architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes) -> KVCacheLayout:

@@ -1,6 +1,7 @@
 """ModelRunner: owns program, KVStore and device buffers, executes plans, and decides nothing."""
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,19 +66,20 @@ class ModelRunner:
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
         self.store.clear_blocks(unfilled)
         results = self._compute(plan.scheduled)
-        if self.drafter is not None:
-            self._draft(plan, results)
-        return StepResult(results=results)
+        if self.drafter is None or not plan.drafts.num_tokens:
+            return StepResult(results=results)
+        began_s = time.perf_counter()
+        self._draft(plan, results)
+        return StepResult(results=results, draft_s=time.perf_counter() - began_s)
 
     def _draft(self, plan: SchedulerOutput, results: dict[str, RequestResult]) -> None:
         """Add to `results` guesses of what follows, where the plan asks for some. An end is never guessed: it comes by
         itself, as the token after the drafts."""
-        asked = [item for item in plan.scheduled if item.max_draft_tokens and results[item.request_id].error is None]
-        if not asked:
-            return
-        counts = [item.max_draft_tokens for item in asked]
-        requests = [self._requests[item.request_id] for item in asked]
-        for request, draft in zip(requests, self.drafter.propose(requests, counts, plan.least_chance), strict=True):
+        items = [item for item in plan.scheduled if results[item.request_id].error is None]
+        requests = [self._requests[item.request_id] for item in items]
+        for request, draft in zip(requests, self.drafter.propose(items, requests, plan.drafts), strict=True):
+            if not draft:
+                continue
             ends = self.sampler.end_token_ids(request.params)
             draft = list(itertools.takewhile(lambda token_id, ends=ends: token_id not in ends, draft))
             results[request.request_id] = msgspec.structs.replace(results[request.request_id], draft_token_ids=draft)

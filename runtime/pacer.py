@@ -47,9 +47,12 @@ class Pacer:
         scheduler.policy = policy if self._drafts is None else self._drafts.next_step(policy, scheduler)
         return outputs
 
-    def end_step(self, plan: SchedulerOutput, *, goes_on: bool) -> None:
+    def end_step(self, plan: SchedulerOutput, draft_s: float = 0.0, *, goes_on: bool) -> None:
+        """`draft_s`: what guessing for the next step took, which belongs to no term of this one."""
         now_s = self._clock()
-        self._model.observe(step_shape(plan), now_s - self._began_s)
+        self._model.observe(step_shape(plan), now_s - self._began_s - draft_s)
+        if self._drafts is not None:
+            self._drafts.observe(draft_s)
         self._ended_s = now_s if goes_on else None
 
     def rest(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from llmq.profiles.slo import Slo
 from llmq.profiles.step_cost import StepCost, StepCostModel, StepShape
 from llmq.runtime.request import Request
-from llmq.runtime.scheduler_output import SchedulerOutput
+from llmq.runtime.scheduler_output import DraftTerms, SchedulerOutput
 
 if TYPE_CHECKING:
     from llmq.runtime.scheduler import Scheduler
@@ -23,8 +23,8 @@ LEAST_CHUNK = 16
 class StepPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_draft_tokens: int = 0  # guessed at most for each request that decodes; 0: no speculation
-    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying
+    drafts: DraftTerms = DraftTerms()
+    num_lookahead_tokens: int = 0  # slots behind a request's tokens, for a drafter that computes its guesses' K and V
     # False is static batching: nothing is admitted before all that runs has ended. For comparison in benchmarks only.
     admit_while_running: bool = True
 
@@ -68,7 +68,8 @@ class SloPolicy:
             left_s = self.step_limit_s - self.model.cost.step_s(_decodes(decoding))
             chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, prompts + waiting))
             budget = min(budget, len(decoding) + chunk)
-        return StepPolicy(
+        return msgspec.structs.replace(
+            self.most,
             max_num_seqs=max(1, len(scheduler.running) + self._admissible(scheduler, waiting)),
             max_num_batched_tokens=budget,
         )

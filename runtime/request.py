@@ -89,6 +89,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_spread: float = 1.0
     draft_tokens: int = 0  # guessed and verified
     accepted_draft_tokens: int = 0  # of which the model said the same
+    draft_s: float = 0.0  # spent on guessing
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Iterable
+from functools import partial
 
 from llmq.runtime.admission import Admission
 from llmq.runtime.beam_search import BeamSearch
@@ -96,7 +97,7 @@ class Scheduler:
         surplus = budget - len(self.running)  # a token for each that runs: a prompt before it leaves it that
         scheduled: list[tuple[Request, int]] = []
         preempted = False
-        allocate_slots = self.kv.allocate_slots
+        allocate_slots = partial(self.kv.allocate_slots, num_lookahead_tokens=self.policy.num_lookahead_tokens)
 
         for request in self.running:  # whoever is preempted goes from its end, which this loop then does not reach
             if budget == 0:
@@ -146,7 +147,7 @@ class Scheduler:
             if not self.admission.has_room(request, hit, self.running if scheduled else ()):
                 return  # nobody overtakes: a large request would wait for ever
             num_new = self._chunk(request.num_tokens_to_compute, hit.num_tokens, budget)
-            if not self.kv.allocate_slots(request, num_new, hit):
+            if not self.kv.allocate_slots(request, num_new, hit, self.policy.num_lookahead_tokens):
                 return
             self.waiting.remove(request)
             self._admit(request, hit.num_tokens)
@@ -207,12 +208,12 @@ class Scheduler:
 
     def _max_draft_tokens(self, request: Request) -> int:
         """How many drafts its next step can verify: it ends with a token that is none. A beam is not guessed."""
-        if not self.policy.num_draft_tokens or request.search is not None:
+        if not self.policy.drafts.num_tokens or request.search is not None:
             return 0
         left = min(
             request.sampling_params.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
         )
-        return max(0, min(self.policy.num_draft_tokens, left - 2))  # one comes in this step
+        return max(0, min(self.policy.drafts.num_tokens, left - 2))  # one comes in this step
 
     def _fail(self, request: Request, error: str) -> list[RequestOutput]:
         names = request.names
@@ -378,7 +379,7 @@ class Scheduler:
             block_copies=self.kv.take_block_copies(),
             num_scheduled_tokens=num_tokens,
             num_prompt_tokens=num_prompt_tokens,
-            least_chance=self.policy.least_chance,
+            drafts=self.policy.drafts,
         )
 
 

@@ -33,6 +33,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_draft_tokens: int = 0  # how many to guess for the next step
 
 
+class DraftTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is guessed for the next step. Without prices whatever speaks for a token is reason enough."""
+
+    num_tokens: int = 0  # for each request that decodes, at most; 0: no speculation
+    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying
+    token_s: float = 0.0  # what a token more is worth: so long may a sure guess of one take; 0: no price
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     new_requests: list[NewRequest]
@@ -41,7 +49,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_copies: list[tuple[int, int]]  # (source, target), before anything is written: copy-on-write
     num_scheduled_tokens: int
     num_prompt_tokens: int  # of the scheduled ones
-    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying in the next step
+    drafts: DraftTerms = DraftTerms()
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,3 +65,4 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     results: dict[str, RequestResult]
+    draft_s: float = 0.0  # spent on guesses for the next step

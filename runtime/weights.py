@@ -78,8 +78,10 @@ class DecoderLoader:
         batch_invariant: bool = False,
         native: NativeNumerics | None = None,
         collectives: Collectives | None = None,
+        first_layer: int = 0,
     ) -> None:
-        """collectives: of the ranks that share the decoder, of which this loads one's part; None: it is whole."""
+        """collectives: of the ranks that share the decoder, of which this loads one's part; None: it is whole.
+        first_layer: its number in the KVStore, where that is another decoder's too."""
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
         self.family = family
         self.architecture = checkpoint.architecture
@@ -91,7 +93,7 @@ class DecoderLoader:
         self.quantization: CheckpointFormat | None = None
         if checkpoint.quantization:
             self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
-        self.collectives = collectives
+        self.collectives, self.first_layer = collectives, first_layer
         num_ranks, rank = (1, 0) if collectives is None else (collectives.num_ranks, collectives.rank)
         if num_ranks > 1:
             check_ranks(self.architecture, self.config, num_ranks, self._schemes())
@@ -190,7 +192,7 @@ class DecoderLoader:
             q_norm, k_norm = (SplitRMSNorm(norm.weight, norm.eps, self.collectives) for norm in (q_norm, k_norm))
         return SelfAttention(
             AttentionSettings(
-                layer=index,
+                layer=self.first_layer + index,
                 num_heads=self.plan.num_heads,
                 shape=shape,
                 scale=scale,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.machine import available_memory_bytes, usable_cores
@@ -14,13 +15,25 @@ from llmq.runtime.dtypes import Dtypes, native_numerics
 from llmq.runtime.kernels import native
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_store import KVStore
-from llmq.runtime.memory import CPU_SHARE, GPU_SHARE, KVCachePlan, plan_kv_cache, rank_layout, weight_bytes
+from llmq.runtime.memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    KVCachePlan,
+    plan_kv_cache,
+    rank_layout,
+    weight_bytes,
+    with_drafter_layers,
+)
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
+from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.speculative.drafter import Drafter
+from llmq.runtime.speculative.model_drafter import ModelDrafter
+from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.speculative.vocabulary import check_vocabulary
 
 
 class Worker:
@@ -43,6 +56,8 @@ class Worker:
             self.numerics,
             collectives,
         )
+        self.drafter = DraftWorker.of(self)
+        self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)
         self.model: Model | None = None
         self._static_scales: Mapping[int, tuple[float, float]] | None = None
 
@@ -51,7 +66,8 @@ class Worker:
         asked, ranks = self.config.kv_cache_memory_bytes, self.config.tensor_parallel
         if asked is None and self.device.type == "cuda":
             return None
-        spare = available_memory_bytes() - weight_bytes(self.checkpoint, self.dtypes, self.numerics)
+        checkpoints = [self.checkpoint] if self.drafter is None else [self.checkpoint, self.drafter.checkpoint]
+        spare = available_memory_bytes() - sum(weight_bytes(one, self.dtypes, self.numerics) for one in checkpoints)
         if self.device.type == "cpu" and ranks * (asked or 0) > spare:
             each = "" if ranks == 1 else f" for each of {ranks} ranks"
             raise InputError(
@@ -61,14 +77,24 @@ class Worker:
         return self.plan(int(spare * CPU_SHARE) // ranks)
 
     def plan(self, available_bytes: int) -> KVCachePlan:
-        return plan_kv_cache(self.architecture, self.config, self.dtypes, available_bytes)
+        return plan_kv_cache(self.cached, self.config, self.dtypes, available_bytes)
 
     def load(self) -> None:
         """Read this rank's weights."""
-        max_positions = self.config.max_model_len or self.architecture.max_position_embeddings
         if self.dtypes.has_static_kv_scales:
             self._static_scales = self.loader.kv_scales()
-        self.model = self.loader.load(max_positions)
+        self.model = self.loader.load(self.max_positions)
+        if self.drafter is not None:
+            self.drafter.model = self.drafter.loader.load(self.max_positions)
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_model_len or self.architecture.max_position_embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights in memory."""
+        return self.model.num_bytes + (0 if self.drafter is None else self.drafter.model.num_bytes)
 
     @property
     def spare_bytes(self) -> int:
@@ -78,21 +104,32 @@ class Worker:
         free, total = torch.cuda.mem_get_info(self.device)
         return free - int(total * (1 - (self.config.memory_utilization or GPU_SHARE)))
 
-    def make_runner(
-        self, num_blocks: int, sampler: Sampler | None = None, drafter: Drafter | None = None
-    ) -> ModelRunner:
+    def make_runner(self, num_blocks: int, sampler: Sampler | None = None) -> ModelRunner:
         """Allocate the KV blocks. The first rank samples, and guesses."""
-        layout = rank_layout(self.architecture, self.config, self.dtypes)
+        layout = rank_layout(self.cached, self.config, self.dtypes)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
-        program = make_program(
-            self.model,
+        program = self._program(self.model, self.architecture, store)
+        drafter = None if sampler is None else self._make_drafter(store, sampler)
+        return ModelRunner(program, store, sampler, self.device, drafter, is_alone=self.collectives is None)
+
+    def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
+        ranks = self.config.tensor_parallel
+        return make_program(
+            model,
             store,
             TORCH_DTYPES[self.dtypes.dtype],
-            self.architecture.num_attention_heads // self.config.tensor_parallel // layout.groups[0].spec.num_kv_heads,
+            architecture.num_attention_heads // ranks // max(1, architecture.num_kv_heads // ranks),
             self.config.batch_invariant,
             self.numerics is not None,
         )
-        return ModelRunner(program, store, sampler, self.device, drafter, is_alone=self.collectives is None)
+
+    def _make_drafter(self, store: KVStore, sampler: Sampler) -> Drafter | None:
+        if self.config.speculation is None:
+            return None
+        if self.drafter is None:
+            return NgramDrafter()
+        program = self._program(self.drafter.model, self.drafter.architecture, store)
+        return ModelDrafter(program, Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
 
     def _set_threads(self) -> None:
         threads, ranks = self.config.threads, self.config.tensor_parallel
@@ -103,6 +140,41 @@ class Worker:
             torch.set_num_threads(each)
         if self.numerics is not None:
             native.set_num_threads(each)
+
+
+class DraftWorker:
+    """The smaller model that guesses: its checkpoint, and what is loaded of it."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        """Reads config and headers, and no weight. Raises InputError for what cannot guess for the worker's model."""
+        config = worker.config
+        if config.tensor_parallel > 1:
+            raise InputError(f"--draft-model: a drafter runs on one rank, not with --tp {config.tensor_parallel}")
+        if config.slo is not None:
+            raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
+        if worker.dtypes.has_static_kv_scales:
+            raise InputError(
+                "--draft-model: this checkpoint's scales of the KV-cache are not the drafter's; say --kv-dtype bf16"
+            )
+        check_vocabulary(worker.checkpoint.path, folder)
+        self.checkpoint = read_checkpoint(folder)
+        self.architecture = self.checkpoint.architecture
+        self.loader = make_loader(
+            self.checkpoint,
+            TORCH_DTYPES[worker.dtypes.dtype],
+            worker.device,
+            config.batch_invariant,
+            worker.numerics,
+            first_layer=worker.architecture.num_layers,
+        )
+        self.model: Model | None = None
+
+    @classmethod
+    def of(cls, worker: Worker) -> "DraftWorker | None":
+        speculation = worker.config.speculation
+        if speculation is None or speculation.draft_model is None:
+            return None
+        return cls(worker, Path(speculation.draft_model))
 
 
 def _device(name: str, num_ranks: int, rank: int) -> torch.device:

@@ -55,6 +55,11 @@ class Tokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def words(self) -> dict[int, str]:
+        """Every token that there is, as tokenizer.json writes it."""
+        return {token_id: token for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")
 

@@ -54,12 +54,19 @@ def make_loader(
     batch_invariant: bool = False,
     native: NativeNumerics | None = None,
     collectives: Collectives | None = None,
+    first_layer: int = 0,
 ) -> ModelLoader:
-    """The loader of a checkpoint, or with `collectives` of a rank's part; native: for our own kernels, where they run a
-    linear. Raises InputError, before any weight is read, for what cannot run."""
+    """The loader of a checkpoint, or with `collectives` of a rank's part; its layers have numbers from `first_layer` on
+    in the KVStore; native: for our own kernels, where they run a linear. Raises InputError, before any weight is read,
+    for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
-        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native, collectives)
+        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native, collectives, first_layer)
+    if first_layer:
+        raise InputError(
+            f"--draft-model: model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, whose "
+            f"layers have no place beside another model's ({', '.join(FAMILIES)} have)"
+        )
     if collectives is not None:
         check_ranks(checkpoint.architecture, checkpoint.config, collectives.num_ranks)
     if batch_invariant:

@@ -14,7 +14,6 @@ from llmq.runtime.parallel.messages import Allocate, Allocated, Loaded, Step
 from llmq.runtime.parallel.rank_processes import REASON_S, RankProcesses
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
-from llmq.runtime.speculative.drafter import Drafter
 from llmq.runtime.worker import Worker
 
 
@@ -87,7 +86,6 @@ class RankExecutor:
         collectives: ProcessGroup,
         plan: KVCachePlan | None,
         sampler: Sampler,
-        drafter: Drafter | None,
     ) -> tuple["RankExecutor", KVCachePlan]:
         """Start the other ranks' processes, load on all and allocate. `plan` None: by what the fullest rank has left.
 
@@ -100,7 +98,7 @@ class RankExecutor:
             plan = plan or worker.plan(min(worker.spare_bytes, *(other.spare_bytes for other in others)))
             processes.send(Allocate(str(processes.meeting_point), plan.num_blocks))
             meeting = thread.call(partial(collectives.connect, processes.meeting_point, worker.device))
-            allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler, drafter))
+            allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler))
             processes.expect(Allocated)
             meeting.result()
             weight_bytes = worker.model.num_bytes + sum(other.weight_bytes for other in others)

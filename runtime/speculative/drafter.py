@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 
 
 class Drafter(Protocol):
@@ -11,9 +12,11 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, requests: Sequence[RunnerRequest], counts: Sequence[int], least: float) -> list[list[int]]:
-        """For each request up to `count` tokens that follow what it has, as long as the chance that all of them are
-        right is at least `least`. Fewer, or none, where nothing speaks for more."""
+    def propose(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
+    ) -> list[list[int]]:
+        """For each item of a step that was computed, and its request as it is now, up to `item.max_draft_tokens` tokens
+        that follow: as long as they are worth it by `terms`, and none where nothing speaks for any."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
 
 SHORTEST = 2  # tokens that have to be the same
@@ -39,8 +40,13 @@ class NgramDrafter:
         self._texts: dict[str, _Text] = {}
         self._acceptance = Acceptance(PRIORS)
 
-    def propose(self, requests: Sequence[RunnerRequest], counts: Sequence[int], least: float) -> list[list[int]]:
-        return [self._propose(request, count, least) for request, count in zip(requests, counts, strict=True)]
+    def propose(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
+    ) -> list[list[int]]:
+        return [
+            self._propose(request, item.max_draft_tokens, terms.least_chance) if item.max_draft_tokens else []
+            for item, request in zip(items, requests, strict=True)
+        ]
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

@@ -7,6 +7,7 @@ import msgspec
 
 from llmq.profiles.step_cost import StepCostModel, StepShape
 from llmq.runtime.policy import StepPolicy
+from llmq.runtime.scheduler_output import DraftTerms
 
 if TYPE_CHECKING:
     from llmq.runtime.scheduler import Scheduler
@@ -30,23 +31,26 @@ class DraftPolicy:
         self._model = model
         self._given = 1.0  # tokens a request and step, running mean,
         self._drafted = 0.0  # and drafts verified for it
+        self._draft_s = 0.0  # what guessing took of a step
         self._seen = (0, 0)
 
     def next_step(self, policy: StepPolicy, scheduler: "Scheduler") -> StepPolicy:
         """`policy` with drafts. What a step guesses the next one verifies: for whoever runs now, or is about to."""
         self._follow(scheduler, sum(one.num_tokens - one.num_computed_tokens == 1 for one in scheduler.running))
         running = scheduler.running or islice(scheduler.waiting, policy.max_num_seqs)
-        contexts = [one.num_tokens for one in running]
-        return msgspec.structs.replace(
-            policy, num_draft_tokens=self.num_draft_tokens, least_chance=self.least_chance(contexts)
-        )
+        return msgspec.structs.replace(policy, drafts=self.terms([one.num_tokens for one in running]))
 
-    def least_chance(self, contexts: list[int]) -> float:
-        """Of a draft, where sequences of `contexts` tokens, one at least, decode at once."""
+    def terms(self, contexts: list[int]) -> DraftTerms:
+        """Where sequences of `contexts` tokens, one at least, decode at once."""
         cost, batch, total = self._model.cost, len(contexts), sum(contexts)
         row_s = cost.token_s + cost.sequence_s + cost.pair_s * total / batch
-        step_s = cost.step_s(StepShape(batch, batch, total, total)) + row_s * self._drafted * batch
-        return row_s * batch * self._given / step_s
+        step_s = cost.step_s(StepShape(batch, batch, total, total)) + row_s * self._drafted * batch + self._draft_s
+        token_s = step_s / (batch * self._given)
+        return DraftTerms(num_tokens=self.num_draft_tokens, least_chance=row_s / token_s, token_s=token_s)
+
+    def observe(self, draft_s: float) -> None:
+        """In a step guessing took `draft_s`."""
+        self._draft_s += _FORGET * (draft_s - self._draft_s)
 
     def _follow(self, scheduler: "Scheduler", num_decoding: int) -> None:
         counted = (scheduler.num_draft_tokens, scheduler.num_accepted_tokens)

@@ -11,7 +11,14 @@ from llmq.runtime.policy import StepPolicy
 from llmq.runtime.request import BeamParams, EngineRequest, TokenLogprobs
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
-from llmq.runtime.scheduler_output import NewRequest, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
+from llmq.runtime.scheduler_output import (
+    DraftTerms,
+    NewRequest,
+    RequestResult,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+)
 
 FULL = KVCacheSpec(1, 8, 8, KV_DTYPES["fp32"])
 WINDOW = KVCacheSpec(1, 8, 8, KV_DTYPES["fp32"], window=10)
@@ -33,7 +40,8 @@ class World:
         policy = StepPolicy(
             max_num_seqs=rng.choice([1, 2, 4]),
             max_num_batched_tokens=self.budget,
-            num_draft_tokens=rng.choice([0, 1, 5]),
+            drafts=DraftTerms(num_tokens=rng.choice([0, 1, 5])),
+            num_lookahead_tokens=rng.choice([0, 5]),
         )
         kv = KVCacheManager(self.layout, self.num_blocks, enable_prefix_caching=rng.random() < 0.8)
         self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN)

@@ -1,10 +1,13 @@
-"""Drafters that are right as often as a test wants."""
+"""Drafters that are right as often as a test wants, and what runs with and without them are compared by."""
 
 import random
 from collections.abc import Sequence
 
+from engine_driver import Collected
+
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.engine import Engine
+from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 
 
 class KnowingDrafter:
@@ -18,8 +21,11 @@ class KnowingDrafter:
         self._vocab_size, self._share, self._rng = vocab_size, share, random.Random(0)
         self.num_proposed = 0
 
-    def propose(self, requests: Sequence[RunnerRequest], counts: Sequence[int], least: float) -> list[list[int]]:
-        drafts = [self._draft(request.token_ids, count) for request, count in zip(requests, counts, strict=True)]
+    def propose(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
+    ) -> list[list[int]]:
+        pairs = zip(items, requests, strict=True)
+        drafts = [self._draft(request.token_ids, item.max_draft_tokens) for item, request in pairs]
         self.num_proposed += sum(map(len, drafts))
         return drafts
 
@@ -37,3 +43,12 @@ def use(engine: Engine, drafter) -> Engine:
     """Have an engine with speculation take another drafter."""
     engine.executor.runner.drafter = drafter
     return engine
+
+
+def prompts(count: int, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 512) for _ in range(rng.randint(2, longest))] for _ in range(count)]
+
+
+def everything(made: list[Collected]) -> list[tuple]:
+    return [(one.token_ids, one.finish_reason, one.error, [e.token_id for e in one.logprobs]) for one in made]

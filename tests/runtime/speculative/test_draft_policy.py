@@ -13,7 +13,7 @@ from llmq.runtime.policy import StepPolicy, step_shape
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
-from llmq.runtime.scheduler_output import RequestResult, StepResult
+from llmq.runtime.scheduler_output import DraftTerms, RequestResult, StepResult
 from llmq.runtime.speculative.policy import DraftPolicy
 
 READS_WEIGHTS = StepCost(fixed_s=0.010, token_s=0.0005, sequence_s=0.0001, context_token_s=0.0, pair_s=0.0)
@@ -24,9 +24,10 @@ NUM_STEPS = 150
 def tokens_per_second(cost: StepCost, batch: int, chance: float, num_drafts: int | None) -> float:
     """Of requests whose drafts are right with `chance` each, one after the other. None: DraftPolicy decides."""
     model, now_s = StepCostModel(cost), 0.0
-    most = StepPolicy(max_num_seqs=64, max_num_batched_tokens=4096, num_draft_tokens=num_drafts or 0)
-    drafts = DraftPolicy(8, model) if num_drafts is None else None
-    pacer = Pacer(model, most, lambda: now_s, drafts=drafts)
+    drafts = DraftTerms(num_tokens=num_drafts or 0)
+    most = StepPolicy(max_num_seqs=64, max_num_batched_tokens=4096, drafts=drafts)
+    policy = DraftPolicy(8, model) if num_drafts is None else None
+    pacer = Pacer(model, most, lambda: now_s, drafts=policy)
     scheduler = Scheduler(KVCacheManager(LAYOUT, 4096, False), most, [2], 4096)
     for index in range(batch):
         params = SamplingParams(max_tokens=4000, ignore_eos=True)
@@ -42,7 +43,7 @@ def tokens_per_second(cost: StepCost, batch: int, chance: float, num_drafts: int
             debt[index] += sum(chance**n for n in range(1, count + 1))
             accepted = min(count, int(debt[index]))
             debt[index] -= accepted
-            worth = sum(chance**n >= plan.least_chance for n in range(1, item.max_draft_tokens + 1))
+            worth = sum(chance**n >= plan.drafts.least_chance for n in range(1, item.max_draft_tokens + 1))
             results[item.request_id] = RequestResult(token_ids=[9] * (accepted + 1), draft_token_ids=[9] * worth)
             made += accepted + 1
         now_s += cost.step_s(step_shape(plan))
@@ -64,8 +65,8 @@ def test_it_is_near_the_best_fixed_number_and_never_slower_than_off(cost, batch,
 
 def test_it_turns_itself_off_where_arithmetic_is_the_limit():
     policy = DraftPolicy(8, StepCostModel(COMPUTES))
-    assert policy.least_chance([100] * 16) > 0.99
-    assert DraftPolicy(8, StepCostModel(READS_WEIGHTS)).least_chance([100]) < 0.06
+    assert policy.terms([100] * 16).least_chance > 0.99
+    assert DraftPolicy(8, StepCostModel(READS_WEIGHTS)).terms([100]).least_chance < 0.06
 
 
 def test_adaptive_speculation_in_an_engine_changes_no_token(tiny_llama, make_engine):

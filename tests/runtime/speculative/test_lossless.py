@@ -1,9 +1,7 @@
 """Speculation changes how many steps a text takes, and nothing of the text: against the same engine without it."""
 
-import random
-
 import pytest
-from drafters import KnowingDrafter, use
+from drafters import KnowingDrafter, everything, prompts, use
 from engine_driver import Collected, force_preemption, greedy, run_all
 
 from llmq.runtime.config import Speculation
@@ -16,11 +14,6 @@ DRAFTS = (1, 2, 4, 8)
 SHARES = {"perfect": 1.0, "half right": 0.5, "random": 0.0}
 
 
-def prompts(count: int, longest: int = 30) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(3, VOCAB) for _ in range(rng.randint(2, longest))] for _ in range(count)]
-
-
 def guessing(make_engine, folder, k: int, given, plain: list[Collected], share: float | None, **changes):
     """An engine that guesses what the plain run said; with None by n-grams."""
     engine = make_engine(folder, speculation=Speculation(method="ngram", num_tokens=k), **changes)
@@ -28,10 +21,6 @@ def guessing(make_engine, folder, k: int, given, plain: list[Collected], share: 
         return engine
     texts = [[*prompt, *one.token_ids] for prompt, one in zip(given, plain, strict=True)]
     return use(engine, KnowingDrafter(texts, VOCAB, share))
-
-
-def everything(made: list[Collected]) -> list[tuple]:
-    return [(one.token_ids, one.finish_reason, one.error, [e.token_id for e in one.logprobs]) for one in made]
 
 
 @pytest.fixture(scope="module")

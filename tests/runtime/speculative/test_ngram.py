@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.scheduler_output import NewRequest
+from llmq.runtime.scheduler_output import DraftTerms, NewRequest, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, SHORTEST, NgramDrafter
 
@@ -19,6 +19,13 @@ def request(token_ids: list[int], name: str = "a") -> RunnerRequest:
         score_prompt=False,
     )
     return RunnerRequest(new, 1)
+
+
+def guess(drafter: NgramDrafter, known: RunnerRequest, count: int, least: float = 0.0) -> list[list[int]]:
+    item = ScheduledRequest(
+        request_id=known.request_id, num_computed_tokens=0, num_scheduled_tokens=1, samples=True, max_draft_tokens=count
+    )
+    return drafter.propose([item], [known], DraftTerms(num_tokens=count, least_chance=least))
 
 
 def searched(token_ids: list[int], count: int) -> list[int]:
@@ -44,32 +51,32 @@ def searched(token_ids: list[int], count: int) -> list[int]:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 20))
 def test_guesses_are_those_of_a_search_through_the_whole_text(token_ids, count, first):
     drafter, known = NgramDrafter(), request(token_ids[:first])
-    drafter.propose([known], [count], 0.0)  # what is indexed piece by piece
+    guess(drafter, known, count)  # what is indexed piece by piece
     while len(known.token_ids) < len(token_ids):
         known.token_ids.append(token_ids[len(known.token_ids)])
-        assert drafter.propose([known], [count], 0.0) == [searched(known.token_ids, count)]
+        assert guess(drafter, known, count) == [searched(known.token_ids, count)]
 
 
 def test_a_guess_that_is_not_worth_it_is_not_made_but_learned_from():
     period = [1, 2, 3, 4, 5, 6, 7]
     drafter, known = NgramDrafter(), request(2 * period)
-    assert drafter.propose([known], [4], 0.97) == [[]]
+    assert guess(drafter, known, 4, 0.97) == [[]]
     for step in range(200):
         known.token_ids.append(period[step % 7])
-        proposed = drafter.propose([known], [4], 0.9)
+        proposed = guess(drafter, known, 4, 0.9)
     assert proposed == [[*period, *period][200 % 7 :][:4]]  # it was right each time, without one being verified
 
 
 def test_chances_multiply_along_a_draft():
     drafter, known = NgramDrafter(), request([1, 2, 3, 4, 5, 6, 1, 2])
-    lengths = [len(NgramDrafter().propose([known], [4], least)[0]) for least in (0.0, 0.25, 0.3, 0.301)]
+    lengths = [len(guess(NgramDrafter(), known, 4, least)[0]) for least in (0.0, 0.25, 0.3, 0.301)]
     assert lengths == [4, 1, 1, 0]  # 0.3, then 0.3 · 0.45 = 0.135
-    assert drafter.propose([known], [4], 0.1) == [[3, 4]]
+    assert guess(drafter, known, 4, 0.1) == [[3, 4]]
 
 
 def test_what_is_forgotten_leaves_nothing():
     drafter = NgramDrafter()
-    drafter.propose([request([1, 2, 1, 2])], [4], 0.0)
+    guess(drafter, request([1, 2, 1, 2]), 4)
     drafter.forget("a")
     drafter.forget("never seen")
     assert not drafter._texts
