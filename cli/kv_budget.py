@@ -128,7 +128,6 @@ def kv_budget(
     sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
     if gpu == "auto" and weights is None and architecture.family is not None:
         sizes = _held_here(path, settings, dtypes, sizes)
-    rank_weights = -(-sizes.num_bytes // tp) if sizes else 0
     budget = Budget(
         architecture=architecture,
         layout=layout,
@@ -136,7 +135,7 @@ def kv_budget(
         num_tokens=num_tokens,
         weights=sizes,
         step_tokens=settings.max_num_batched_tokens,
-        memory=flags.memory(rank_weights),
+        memory=flags.memory(sizes.num_bytes if sizes else 0, tp),
         most_blocks=most_blocks(layout, settings, architecture.max_position_embeddings) if gpu == "auto" else None,
         step=step_memory(
             architecture,

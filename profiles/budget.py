@@ -28,10 +28,10 @@ def gpu_memory(name: str, num_bytes: int, utilization: float, weight_bytes: int)
     return Memory(name, num_bytes, int(num_bytes * utilization) - weight_bytes)
 
 
-def shared_memory(name: str, num_bytes: int, share: float, weight_bytes: int) -> Memory:
-    """A machine's RAM: blocks take `share` of what the weights leave free."""
+def shared_memory(name: str, num_bytes: int, share: float, weight_bytes: int, ranks: int = 1) -> Memory:
+    """A machine's RAM: blocks of all ranks take `share` of what all weights leave free."""
     spare = num_bytes - weight_bytes
-    return Memory(name, num_bytes, int(spare * share) if spare > 0 else spare)
+    return Memory(name, num_bytes, int(spare * share) // ranks if spare > 0 else spare)
 
 
 def kv_cache_memory(num_bytes: int) -> Memory:

@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,23 @@ def test_auto_on_a_machine_without_gpu_gives_what_serve_would_take(folder, monke
     from llmq.runtime.memory import CPU_SHARE
 
     assert result["memory"]["kv_cache_bytes"] == int((10 * GiB - 269_030_016) * CPU_SHARE)
+
+
+def test_auto_shares_a_machine_out_to_its_ranks_as_serve_does(tiny_llama, monkeypatch):
+    from thread_ranks import Meeting, ThreadRank
+
+    from llmq.profiles import machine
+    from llmq.runtime import worker
+    from llmq.runtime.config import EngineConfig
+
+    model = str(tiny_llama(num_hidden_layers=4))
+    monkeypatch.setattr(machine, "gpus", list)
+    for module in (machine, worker):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * MiB)
+    printed = [budget(model, "--gpu", "auto", "--tp", str(ranks))["memory"]["num_blocks"] for ranks in (1, 2)]
+    config = EngineConfig(model=model, device="cpu", threads=1)
+    two = worker.Worker(msgspec.structs.replace(config, tensor_parallel=2), ThreadRank(Meeting(2), 1))
+    assert printed == [worker.Worker(config).plan_early().num_blocks, two.plan_early().num_blocks]
 
 
 @pytest.mark.parametrize("config", [SMOLLM2, GEMMA_1B])
