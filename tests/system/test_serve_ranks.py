@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from random_weights import make, quantize_folder
 from served import Served
 from tiny_model import save_tiny_model
 
@@ -92,8 +93,25 @@ def test_ctrl_c_finishes_what_runs(tiny):
     assert are_gone(pids)
 
 
-def test_a_mixture_of_experts_over_http(tmp_path, tiny_llama):
-    folder = save_tiny_model(tmp_path / "moe", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+def plain_qwen2(folder: Path) -> Path:
+    return save_tiny_model(folder, "qwen2", dtype="bfloat16")
+
+
+def mixture(folder: Path) -> Path:
+    return save_tiny_model(folder, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+def gptq_in_activation_order(folder: Path) -> Path:
+    source = save_tiny_model(folder / "source", "qwen2")
+    return quantize_folder(
+        source, folder, "gptq", lambda out, in_, seed: make("int", 4, "group", out, in_, seed, order=True)
+    )
+
+
+@pytest.mark.parametrize("make_model", [plain_qwen2, mixture, gptq_in_activation_order])
+def test_tokens_over_http_are_those_of_one_rank(tmp_path, tiny_llama, make_model):
+    (tmp_path / "model").mkdir()
+    folder = make_model(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((tiny_llama() / name).read_bytes())
     body = {"prompt": [5, 6, 7], "max_tokens": 32, "temperature": 0, "ignore_eos": True, "logprobs": 0}
