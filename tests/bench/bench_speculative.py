@@ -66,6 +66,7 @@ class Engines:
         self.folder = find_model(arguments.model)
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self._made: dict[str, Engine] = {}
+        self._clock = time.process_time if arguments.cpu_time else time.perf_counter
 
     def __getitem__(self, method: str) -> Engine:
         if method not in self._made:
@@ -114,14 +115,14 @@ class Engines:
         before, start = engine.stats(), None
         while engine.has_unfinished_requests:
             if start is None and len(written) == len(prompts):
-                start, counted = time.perf_counter(), sum(map(len, written.values()))
+                start, counted = self._clock(), sum(map(len, written.values()))
             outputs = engine.step()
             for output in outputs:
                 written.setdefault(output.request_id, []).extend(output.new_token_ids)
                 made.passes += start is not None
         if start is None:
             return
-        made.seconds += time.perf_counter() - start
+        made.seconds += self._clock() - start
         made.num_tokens += sum(map(len, written.values())) - counted
         after = engine.stats()
         made.draft_tokens += after.draft_tokens - before.draft_tokens
@@ -151,7 +152,7 @@ def compare(engines: Engines, method: str, workload: str, batch: int, repeats: i
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    told = ("model", "drafter", "threads", "tokens", "prompts", "num_tokens", "repeats")
+    told = ("model", "drafter", "threads", "tokens", "prompts", "num_tokens", "repeats", "cpu_time")
     kept = KeptPieces(arguments.work, {name: getattr(arguments, name) for name in told})
     engines, figures, rows = Engines(arguments), {}, []
     for workload, method, batch in itertools.product(arguments.workloads, arguments.methods, arguments.batch):
@@ -201,6 +202,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--kv-mib", type=int, default=1024)
     options.add_argument("--work", type=Path, help="folder in which each row is kept, for a run that goes on")
     options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--cpu-time", action="store_true", help="of one thread, on a machine that others use too")
     return bench_report.run(options.parse_args(argv), measure)
 
 
