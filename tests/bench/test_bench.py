@@ -8,6 +8,7 @@ import bench_decode
 import bench_eval_speed
 import bench_http_overhead
 import bench_kv_dtypes
+import bench_long_context
 import bench_paging
 import bench_prefix_cache
 import bench_scheduler
@@ -164,6 +165,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         bench_contention.main,
         bench_decode.main,
         bench_http_overhead.main,
+        bench_long_context.main,
         bench_start.main,
         bench_step.main,
         bench_soak.main,
@@ -179,6 +181,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         "contention",
         "decode",
         "HTTP overhead",
+        "long context",
         "start",
         "step",
         "soak",
@@ -259,3 +262,16 @@ def test_a_start_is_told_by_its_phases(tiny_llama):
     assert ends == sorted(ends)
     assert 0 < turns["llmq serve"][0]["ends"]["ready"] < turns["llmq serve"][0]["ends"]["first token"]
     assert turns["llmq serve"][0]["peak_bytes"] > turns["an engine"][0]["peak_bytes"] > 2**26
+
+
+@pytest.mark.skipif(native is None, reason=why_absent)
+def test_a_step_grows_by_the_kv_that_it_reads(tiny_llama):
+    options = ["--contexts", "64,20000", "--turns", "2", "--cpu-time", "--kv-dtype", "int8"]
+    found = bench_long_context.main([str(tiny_llama(dtype="bfloat16")), *options])
+    short, long = found["measurements"]
+    assert found["program"] == "native"
+    assert long["kv_bytes"] == 20000 * 2 * 2 * 2 * (16 + 2)  # layers, K and V, heads, numbers and a scale
+    assert short["step_s"] < long["step_s"]
+    assert long["bytes_per_s"] == pytest.approx(
+        (long["kv_bytes"] - short["kv_bytes"]) / (long["step_s"] - short["step_s"])
+    )
