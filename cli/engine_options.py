@@ -23,7 +23,7 @@ MaxModelLen = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests in one batch.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(min=1, help="Tokens computed in one step.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Kernels = Annotated[str, typer.Option(help="Of a CPU: auto, torch, native.")]
+Kernels = Annotated[str, typer.Option(help="auto, torch; of a CPU native, of a GPU triton.")]
 Head = Annotated[
     str,
     typer.Option(

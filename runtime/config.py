@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: the checkpoint's own
     kv_dtype: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8", "int4"] = "auto"  # auto: see `numerics`
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernels: Literal["auto", "torch", "native"] = "auto"  # auto: native on a CPU where they are, see `dtypes`
+    kernels: Literal["auto", "torch", "native", "triton"] = "auto"  # auto: native on a CPU, triton on a GPU: `dtypes`
     head: Literal["auto", "16bit", "int8"] = "auto"  # of a head stored in 16 bit, by native kernels: see `dtypes`
     activations: Literal["auto", "exact", "int8"] = "auto"  # that integer weights multiply, by native kernels: likewise
     block_tokens: int = 16

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.kernels import native, triton_runs, why_absent
 
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -51,9 +51,10 @@ class Dtypes:
 
 
 def runs_native(asked: str, dtype: str, device: str) -> bool:
-    """Whether an engine uses kernels of our own: where it is not asked for, on a CPU that they are built for.
+    """Whether an engine uses kernels of our own: where nothing else is asked for, C++ on a CPU that it is built for,
+    and Triton on a GPU (on a CPU where Triton interprets its kernels).
 
-    asked: `--kernels`; device: "cpu" or "cuda". Raises InputError where `native` cannot be honoured.
+    asked: `--kernels`; device: "cpu" or "cuda". Raises InputError where `native` or `triton` cannot be honoured.
     """
     if asked == "native":
         if device != "cpu":
@@ -62,7 +63,11 @@ def runs_native(asked: str, dtype: str, device: str) -> bool:
             raise InputError(f"--kernels native: {why_absent}; --kernels torch runs everywhere")
         if dtype == "fp16":
             raise InputError("--kernels native: they compute in bf16 (and attend in fp32), and --dtype is fp16")
-    return asked != "torch" and device == "cpu" and native is not None
+        return True
+    if asked == "triton" and not triton_runs(device):
+        lack = "they are for GPUs, and --device is cpu" if device == "cpu" else "triton is not installed here"
+        raise InputError(f"--kernels triton: {lack}; --kernels torch runs everywhere")
+    return asked != "torch" and (triton_runs(device) or (device == "cpu" and native is not None))
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def native_numerics(checkpoint: Checkpoint, engine: EngineConfig, dtypes: Dtypes
     """
     is_native = runs_native(engine.kernels, dtypes.dtype, device)
     is_quantized = checkpoint.quantization is not None
-    multiplies = is_native and dtypes.dtype == "bf16" and checkpoint.architecture.family is not None
+    is_on_cpu = is_native and device == "cpu" and native is not None
+    multiplies = is_on_cpu and dtypes.dtype == "bf16" and checkpoint.architecture.family is not None
     for flag, asked in (("--head", engine.head), ("--activations", engine.activations)):
         if asked == "int8" and not multiplies:
             raise InputError(

@@ -222,7 +222,7 @@ def _build(config: EngineConfig) -> Engine:
         partial(GrammarCompiler.from_folder, config.model, vocab_size, eos),
         GrammarProcesses(config.model, vocab_size, eos),
     )
-    sampler, speculation = Sampler(eos, grammar_mask), config.speculation
+    sampler, speculation = Sampler(eos, grammar_mask, worker.choose_tokens), config.speculation
     executor: Executor
     if collectives is None:
         worker.load()

@@ -12,7 +12,7 @@ from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, native_numerics
-from llmq.runtime.kernels import native
+from llmq.runtime.kernels import native, triton_runs
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.memory import (
@@ -29,7 +29,7 @@ from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
-from llmq.runtime.sampling.sampler import Sampler
+from llmq.runtime.sampling.sampler import Choose, Sampler
 from llmq.runtime.speculative.drafter import Drafter
 from llmq.runtime.speculative.model_drafter import ModelDrafter
 from llmq.runtime.speculative.ngram import NgramDrafter
@@ -97,6 +97,15 @@ class Worker:
         return self.model.num_bytes + (0 if self.drafter is None else self.drafter.model.num_bytes)
 
     @property
+    def choose_tokens(self) -> Choose | None:
+        """What draws tokens on this device, in place of torch."""
+        if self.numerics is None or not triton_runs(self.device.type):
+            return None
+        from llmq.runtime.sampling.on_device import draw_on_device  # here: triton is not on every machine
+
+        return draw_on_device
+
+    @property
     def spare_bytes(self) -> int:
         """What a GPU has left for the KV-cache once the weights are in; 0 on a CPU, where that was planned before."""
         if self.device.type != "cuda":
@@ -138,7 +147,7 @@ class Worker:
         each = max(1, (threads or usable_cores()) // (ranks if self.device.type == "cpu" else 1))
         if threads is not None or ranks > 1:
             torch.set_num_threads(each)
-        if self.numerics is not None:
+        if self.numerics is not None and native is not None:
             native.set_num_threads(each)
 
 

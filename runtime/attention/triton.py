@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.kernels import interpreted
 from llmq.runtime.kernels.triton.attention import FORMATS, Tiles, paged_attention
-from llmq.runtime.kernels.triton.launch import Target, interpreted
+from llmq.runtime.kernels.triton.launch import Target
 from llmq.runtime.kv_store import KVStore
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16)  # and float32 in the interpreter; on a GPU torch serves it
 MAX_HEAD_DIM = 256
 FEW_ROWS, MANY_ROWS = 16, (64, 128)  # of a tile's product: of decoding, and of a chunk (the more on Hopper)
 
@@ -43,7 +44,7 @@ class TritonAttention:
         specs = [group.spec for group in store.layout.groups]
         return (
             (store.device.type == "cuda" or interpreted())
-            and dtype in DTYPES
+            and (dtype in DTYPES or interpreted())
             and all(
                 spec.dtype.name in FORMATS and max(spec.head_dim_k, spec.head_dim_v) <= MAX_HEAD_DIM for spec in specs
             )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llmq.quantize.formats.quantized_weight import QuantizedWeight, e4m3_to
 from llmq.quantize.formats.stacked import stack_rows
+from llmq.runtime.kernels import triton_runs
 from llmq.runtime.layers.dense_product import dense_product
 from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.layers.packed_int4 import PackedInt4Linear
@@ -167,6 +168,12 @@ def make_linear(
         return WeightOnlyLinear(merged, bias, dtype)
     if native and NativeLinear.runs(merged, dtype):
         return NativeLinear(merged, bias, int8_activations)
+    if native and triton_runs(merged.values.device.type):
+        # The one place that needs the package triton before a GPU's program does.
+        from llmq.runtime.layers.triton_linear import triton_linear
+
+        if (linear := triton_linear(merged, bias, dtype)) is not None:
+            return linear
     if merged.scheme.activation is not None:
         rounds = QuantizedActivationLinear if QuantizedActivationLinear.runs(merged) else RoundedInputLinear
         return rounds(merged, bias, dtype)

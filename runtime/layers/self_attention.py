@@ -72,6 +72,15 @@ class SelfAttention:
         self.linears = [qkv, o]
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
+        settings = self.settings
+        q, k, v = self.project(x)
+        if self.rope is not None:
+            cos, sin = step.rotations[self.rope]
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        return self.o(step.attend(settings.layer, q, k, v, settings.scale, settings.softcap).flatten(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], normed, not rotated."""
         settings, shape = self.settings, self.settings.shape
         sizes = [
             settings.num_heads * shape.head_dim_k,
@@ -86,7 +95,4 @@ class SelfAttention:
         v = v.unflatten(-1, (shape.num_kv_heads, shape.head_dim_v))
         if self.q_norm is not None and not settings.norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            cos, sin = step.rotations[self.rope]
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        return self.o(step.attend(settings.layer, q, k, v, settings.scale, settings.softcap).flatten(1))
+        return q, k, v

@@ -103,9 +103,7 @@ class Decoder:
         """Hidden states [num_tokens, hidden_size] after the final norm; of other rows than `inputs.output_rows` what
         they were before the last MLP, which nobody reads."""
         step = Step.of(inputs, store, attention, self.ropes)
-        hidden = self._embed(inputs.token_ids)
-        if self.embedding_scale is not None:
-            hidden = hidden * self.embedding_scale
+        hidden = self.embed(inputs.token_ids)
         *blocks, last = self.blocks
         for block in blocks:
             hidden = block(hidden, step)
@@ -122,7 +120,10 @@ class Decoder:
         logits = self.head(hidden)
         return logits if self.vocabulary is None else self.vocabulary.gather(logits)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The residual stream of token ids [num_tokens] before the first layer, [num_tokens, hidden_size]."""
         if self.vocabulary is None:
-            return self.embedding[token_ids]
-        return self.vocabulary.embed(self.embedding, token_ids)
+            hidden = self.embedding[token_ids]
+        else:
+            hidden = self.vocabulary.embed(self.embedding, token_ids)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale

@@ -6,6 +6,7 @@ from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.attention.native import NativeAttention
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.attention.tiled import TiledAttention
+from llmq.runtime.kernels import triton_runs
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.models.decoder import Decoder
 from llmq.runtime.models.loader import Model
@@ -23,12 +24,15 @@ def make_program(
     batch_invariant: bool = False,
     native: bool = True,
 ) -> Program:
-    """The native program where a decoder lowers to one, else torch with the fastest attention that there is.
+    """On a GPU the program of Triton kernels, on a CPU the native one, where a decoder lowers to it; else torch with
+    the fastest attention that there is.
 
     group_size: query heads that share a KV head. batch_invariant: no result depends on what else a step computes, which
     is so of the native program and of one attention for torch. native: our own kernels may run.
     """
     why_not = None
+    if native and not batch_invariant and triton_runs(store.device.type):
+        return _triton_program(model, store, dtype)
     if native and store.device.type == "cpu":
         if not isinstance(model, Decoder):
             why_not = "the model's code is not llmq's own"
@@ -43,3 +47,17 @@ def make_program(
     elif native and NativeAttention.runs(store, dtype):
         attention = NativeAttention()
     return EagerProgram(model, store, attention, why_not)
+
+
+def _triton_program(model: Model, store: KVStore, dtype: torch.dtype) -> Program:
+    """Of a decoder of our own; else, and for blocks that the kernels do not read, torch with the best attention."""
+    # Here, for the package triton is not on every machine.
+    from llmq.runtime.attention.triton import TritonAttention
+    from llmq.runtime.programs.triton import TritonProgram
+
+    if not TritonAttention.runs(store, dtype):
+        kinds = ", ".join(sorted({group.spec.dtype.name for group in store.layout.groups}))
+        return EagerProgram(model, store, SdpaAttention(), f"no Triton attention in {dtype} over blocks of {kinds}")
+    if isinstance(model, Decoder):
+        return TritonProgram(model, store)
+    return EagerProgram(model, store, TritonAttention(), "the model's code is not llmq's own")

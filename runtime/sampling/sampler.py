@@ -1,7 +1,7 @@
 """Sampler: rows of logits -> one token each."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -17,14 +17,24 @@ from llmq.runtime.scheduler_output import RequestResult
 # top_p and min_p look at this many candidates first; a row whose mass lies wider is sorted whole.
 NUM_CANDIDATES = 1024
 
+# (logits, requests, errors by row) -> token ids, highest logits
+Choose = Callable[[torch.Tensor, Sequence[RunnerRequest], dict[int, str]], tuple[list[int], list[float]]]
+
 _NO_TOKEN = "no token is left to choose from: what the request asks for rules out all of them"
 _NOT_FINITE = "the model's logits are not finite: its activations overflowed on this text"
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: Collection[int], grammar_mask: GrammarMask | None = None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Collection[int],
+        grammar_mask: GrammarMask | None = None,
+        choose: Choose | None = None,
+    ) -> None:
+        """choose: what draws tokens in place of torch, all rows of a step at once."""
         self.eos_token_ids = frozenset(eos_token_ids)
         self._grammar_mask = grammar_mask
+        self._choose = choose or choose_by_torch
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[RequestResult]:
         """Choose a token for each row of float32 logits [num_rows, vocab_size]. Rows do not influence each other: what
@@ -45,17 +55,10 @@ class Sampler:
                     )
                 if row in bound:
                     self._grammar_mask(logits[row], request)
-        highest, likeliest = logits.max(dim=-1)
-        token_ids = likeliest.tolist()
-        for row, value in enumerate(highest.tolist()):
+        token_ids, highest = self._choose(logits, requests, errors)
+        for row, value in enumerate(highest):
             if not math.isfinite(value):
-                errors.setdefault(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
-        random = [row for row, request in enumerate(requests) if request.params.temperature > 0 and row not in errors]
-        if random:
-            probs = probabilities(logits[random], [requests[row] for row in random])
-            for index, row in enumerate(random):
-                with isolated(errors, row):
-                    token_ids[row] = draw(probs[index], requests[row])
+                errors[row] = errors.get(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
         return [
             self._result(token_ids[row], request, log_probs.get(row), errors.get(row))
             for row, request in enumerate(requests)
@@ -74,6 +77,26 @@ class Sampler:
         if log_probs is not None:
             logprobs = token_logprobs(log_probs[None], [token_id], request.params.logprobs)
         return RequestResult(token_ids=[token_id], logprobs=logprobs)
+
+
+def choose_by_torch(
+    logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]
+) -> tuple[list[int], list[float]]:
+    """A token of each row of processed logits, and its highest logit. A row in `errors`, or that comes to be in it,
+    gets any token."""
+    highest, likeliest = logits.max(dim=-1)
+    token_ids, highest = likeliest.tolist(), highest.tolist()
+    random = [
+        row
+        for row, request in enumerate(requests)
+        if request.params.temperature > 0 and row not in errors and math.isfinite(highest[row])
+    ]
+    if random:
+        probs = probabilities(logits[random], [requests[row] for row in random])
+        for index, row in enumerate(random):
+            with isolated(errors, row):
+                token_ids[row] = draw(probs[index], requests[row])
+    return token_ids, highest
 
 
 def sample(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:

@@ -68,6 +68,7 @@ def test_native_kernels_are_used_where_they_are(monkeypatch, asked, dtype):
 def test_native_kernels_that_cannot_be_are_refused_only_where_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(dtypes_module, "native", None)
     monkeypatch.setattr(dtypes_module, "why_absent", "this CPU has no AVX2")
+    monkeypatch.setattr(dtypes_module, "triton_runs", lambda device: False)
     assert not runs_native("auto", "bf16", "cpu")
     assert not runs_native("auto", "bf16", "cuda")
     for dtype, device, reason in [
@@ -152,3 +153,15 @@ def test_a_packed_head_counts(monkeypatch):
     assert weight_bytes(stored, bf16, NativeNumerics()) == head + packed
     assert weight_bytes(stored, bf16, NativeNumerics(int8_head=True)) == head + int8
     assert weight_bytes(tied, Dtypes("fp32", "fp32", False), NativeNumerics()) == 2 * head
+
+
+def test_triton_kernels_are_used_on_a_gpu_and_refused_where_they_cannot_be(monkeypatch):
+    monkeypatch.setattr(dtypes_module, "triton_runs", lambda device: device == "cuda")
+    assert runs_native("auto", "bf16", "cuda")
+    assert runs_native("triton", "bf16", "cuda")
+    assert not runs_native("torch", "bf16", "cuda")
+    with pytest.raises(InputError, match="they are for GPUs, and --device is cpu"):
+        runs_native("triton", "bf16", "cpu")
+    monkeypatch.setattr(dtypes_module, "triton_runs", lambda device: False)
+    with pytest.raises(InputError, match="triton is not installed here"):
+        runs_native("triton", "bf16", "cuda")

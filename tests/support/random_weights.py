@@ -71,12 +71,15 @@ def quantize_folder(
 ) -> Path:
     """Copy the model folder `source`, each linear of its layers as `make_weight(out, in, seed)` in a format."""
     checkpoint, writer = read_checkpoint(source), writer_for(format_name)
-    tensors, schemes = {}, {}
+    tensors, schemes, ignored = {}, {}, ["lm_head"]
     for path in source.glob("*.safetensors"):
         tensors |= load_file(path)
     for seed, (name, tensor) in enumerate(sorted(tensors.items())):
         module = name.removesuffix(".weight")
-        if tensor.dim() != 2 or not module.startswith("model.layers.") or module.endswith(("mlp.gate", "moe.gate")):
+        if tensor.dim() != 2 or not module.startswith("model.layers."):
+            continue
+        if module.endswith(("mlp.gate", "moe.gate")):
+            ignored.append(module)
             continue
         weight = make_weight(*tensor.shape, seed)
         # About as large as what it replaces.
@@ -86,6 +89,6 @@ def quantize_folder(
         schemes[module] = weight.scheme
     target.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
-    config = {**checkpoint.config, "quantization_config": writer.config(schemes, ["lm_head"])}
+    config = {**checkpoint.config, "quantization_config": writer.config(schemes, ignored)}
     (target / "config.json").write_text(json.dumps(config))
     return target

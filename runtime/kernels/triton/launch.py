@@ -1,6 +1,5 @@
 """A kernel's launch as data: it runs, or is compiled for a GPU that is not there, from the same arguments."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,11 +8,6 @@ from typing import Any
 import torch
 
 Argument = torch.Tensor | int | float | None
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable when a kernel is made."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)

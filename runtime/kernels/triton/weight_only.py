@@ -1,6 +1,6 @@
 """y = x Wᵀ + b with W in 4 or 8 bits and x in 16: W4A16, W8A16, FP8 weights, of one linear or of a step's experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -41,6 +41,12 @@ class ChunkedWeight:
         if self.offsets is None:
             return NO_OFFSET
         return ZERO_POINT if self.offsets.dtype == torch.int8 else FLOAT_OFFSET
+
+    def expert(self, index: int) -> "ChunkedWeight":
+        """One of them, as views."""
+        one = slice(index, index + 1)
+        offsets = None if self.offsets is None else self.offsets[one]
+        return replace(self, numbers=self.numbers[one], scales=self.scales[one], offsets=offsets)
 
     @classmethod
     def runs(cls, weight: QuantizedWeight) -> bool:

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="no triton here: pip install -e '.[triton]'
 from cross_compile import SHARED_BYTES, TARGETS, compile_for
 from triton_configurations import every, representative
 
-from llmq.runtime.kernels.triton.launch import interpreted
+from llmq.runtime.kernels import interpreted
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter compiles nothing")
 

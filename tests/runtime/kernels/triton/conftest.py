@@ -1,21 +1,24 @@
-"""These tests run in a process of their own, where Triton interprets its kernels, or on a GPU: `test_triton.py`."""
+"""These tests run in a process of their own, where Triton interprets its kernels (`test_triton.py`), or on a GPU."""
 
-import os
+from importlib.util import find_spec
 
 import pytest
 import torch
-from triton_cases import Place
 
-from llmq.runtime.kernels.triton.launch import Target
+from llmq.runtime.kernels import interpreted
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
+if find_spec("triton") is None or not (interpreted() or torch.cuda.is_available()):
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture
-def place(request) -> Place:
+def place(request):
     """(seed, dtype) -> where to run. In the interpreter launches are planned for a small and for a large Hopper GPU."""
+    from triton_cases import Place
+
+    from llmq.runtime.kernels.triton.launch import Target
+
     seed, dtype = request.param
-    device = torch.device("cpu" if IS_INTERPRETED else "cuda")
-    target = Target("cuda", 90, 132) if seed % 3 == 0 and IS_INTERPRETED else Target.of(device)
+    device = torch.device("cpu" if interpreted() else "cuda")
+    target = Target("cuda", 90, 132) if seed % 3 == 0 and interpreted() else Target.of(device)
     return Place(device, target, dtype, seed)
