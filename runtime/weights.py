@@ -111,7 +111,7 @@ class DecoderLoader:
             raise InputError("config.json: use_bidirectional_attention: this model reads ahead, it does not generate")
 
     def load(self, max_model_len: int) -> Decoder:
-        if self.native is not None:
+        if self.native is not None and native is not None and self.device.type == "cpu":
             self.packed = self._packed_cache()
         embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
         if self.architecture.tie_word_embeddings:

@@ -121,7 +121,9 @@ def test_a_head_is_rounded_where_the_layers_are(monkeypatch):
     assert numerics(checkpoint(INT4), dtype="fp32") == NativeNumerics()
     assert numerics(checkpoint(INT4, model_type="gpt_neox")) == NativeNumerics()
     assert numerics(checkpoint(INT4), kernels="torch") is None
-    assert numerics(checkpoint(INT4), device="cuda") is None
+    for runs, on_gpu in ((True, NativeNumerics()), (False, None)):
+        monkeypatch.setattr(dtypes_module, "triton_runs", lambda device, runs=runs: runs and device == "cuda")
+        assert numerics(checkpoint(INT4), device="cuda") == on_gpu
 
 
 @pytest.mark.parametrize(
