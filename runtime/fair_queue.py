@@ -32,8 +32,9 @@ class FairQueue:
             others = [self._charged[tenant] for tenant, rest in self._by_tenant.items() if rest]
             least = min(others, default=self._charged.get(self._waited_last, 0.0))
             self._charged[request.tenant] = max(self._charged.get(request.tenant, 0.0), least)
-        # To the left of its equals: a preempted request is as old as it was.
-        bisect.insort_left(waiting, request, key=_order)
+        # Who was preempted is as old as it was; who comes at the same moment comes behind those that are there.
+        place = bisect.insort_left if request.num_preemptions else bisect.insort_right
+        place(waiting, request, key=_order)
 
     def remove(self, request: Request) -> None:
         waiting = self._by_tenant[request.tenant]

@@ -138,7 +138,7 @@ class Worker:
         if self.drafter is None:
             return NgramDrafter()
         program = self._program(self.drafter.model, self.drafter.architecture, store)
-        return ModelDrafter(program, Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
+        return ModelDrafter(program, store, Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
 
     def _set_threads(self) -> None:
         threads, ranks = self.config.threads, self.config.tensor_parallel

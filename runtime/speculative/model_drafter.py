@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmq.runtime.batch import BatchInputs, RunnerRequest
+from llmq.runtime.kv_store import KVStore
 from llmq.runtime.programs.base import Program
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
@@ -55,10 +56,10 @@ class ModelDrafter:
     Its K and V behind a prefix hit are taken to be there: where they are not, guesses are worse and no text changes.
     """
 
-    def __init__(self, program: Program, sampler: Sampler, vocab_size: int) -> None:
-        """`program` runs the drafter over the store of both; `vocab_size` is the model's."""
+    def __init__(self, program: Program, store: KVStore, sampler: Sampler, vocab_size: int) -> None:
+        """`program` runs the drafter over `store`, which is of both; `vocab_size` is the model's."""
         self.name = f"a model by {program.name}"
-        self._program, self._sampler, self._store = program, sampler, program.store
+        self._program, self._store, self._sampler = program, store, sampler
         self._vocab_size = vocab_size
         self._texts: dict[str, _Text] = {}
         self._acceptance = Acceptance([(level + 0.5) / LEVELS for level in range(LEVELS)])

@@ -88,7 +88,7 @@ class Engines:
             model=str(self.folder),
             dtype="bf16",
             threads=arguments.threads,
-            max_model_len=1024 + arguments.tokens,
+            max_model_len=arguments.prompt_tokens + arguments.tokens,
             max_num_seqs=max(arguments.batch),
             kv_cache_memory_bytes=arguments.kv_mib << 20,
             enable_prefix_caching=False,
@@ -104,7 +104,7 @@ class Engines:
         return made
 
     def _prompt(self, text: str) -> list[int]:
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}])[:1024]
+        return self.tokenizer.encode_chat([{"role": "user", "content": text}])[: self._arguments.prompt_tokens]
 
     def _answer(self, engine: Engine, prompts: list[list[int]], made: Turn) -> None:
         """Timed from the first token of the last prompt on: what speculation is about."""
@@ -196,7 +196,8 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--workloads", type=bench_report.names, default=list(TEXTS))
     options.add_argument("--batch", type=bench_report.whole_numbers, default=[1, 4, 16])
     options.add_argument("--prompts", type=int, default=8, help="of each workload, at least a batch")
-    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    options.add_argument("--prompt-tokens", type=int, default=1024, help="of a prompt: longer ones are cut")
     options.add_argument("--num-tokens", type=int, default=4, help="guessed at once by ngram and draft")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--kv-mib", type=int, default=1024)

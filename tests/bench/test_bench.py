@@ -11,9 +11,11 @@ import bench_kv_dtypes
 import bench_long_context
 import bench_paging
 import bench_prefix_cache
+import bench_quantized_tasks
 import bench_scheduler
 import bench_slo
 import bench_soak
+import bench_speculative
 import bench_start
 import bench_static_batching
 import bench_step
@@ -275,3 +277,25 @@ def test_a_step_grows_by_the_kv_that_it_reads(tiny_llama):
     assert long["bytes_per_s"] == pytest.approx(
         (long["kv_bytes"] - short["kv_bytes"]) / (long["step_s"] - short["step_s"])
     )
+
+
+def test_speculation_is_held_against_the_same_engine_without(tiny_llama):
+    drafter = str(tiny_llama())
+    options = ["--methods", "ngram,draft", "--drafter", drafter, "--workloads", "code,chat", "--batch", "1,2"]
+    sizes = ["--prompts", "2", "--tokens", "24", "--prompt-tokens", "100", "--repeats", "1", "--kv-mib", "8"]
+    found = bench_speculative.main([drafter, *options, *sizes])
+    assert len(found) == 8
+    assert all(row["ratio"] > 0 and row["tokens_per_pass"] >= 1 for row in found.values())
+    # The same model guesses for itself; bfloat16's rounding by torch is not the same for other numbers of rows.
+    assert found["code.draft.batch-1"]["accepted"] > 0.5 * found["code.draft.batch-1"]["draft_tokens"] > 0
+
+
+def test_quantized_checkpoints_are_held_against_their_original(tiny_llama, shared, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_quantized_tasks, "WINDOW", 64)
+    options = ["--methods", "fp8", "--limits", "arc_easy=3", "--windows", "2", "--work", str(tmp_path)]
+    found = bench_quantized_tasks.main(["--model", str(tiny_llama()), *options])
+    assert abs(found["parity"]["relative_difference"]) < 1e-3
+    assert found["fp8"]["weight_bytes"] < found["original"]["weight_bytes"]
+    assert found["fp8"]["divergence"]["mean_kl"] > 0
+    assert [one["verdict"] for one in found["fp8"]["comparisons"]] == ["NOT ENOUGH ITEMS"]
+    assert set(found["original"]["scores"]) == {"arc_easy"}

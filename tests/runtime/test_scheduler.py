@@ -111,6 +111,16 @@ def test_priority_goes_before_arrival():
     assert order == ["urgent", "first", "second"]
 
 
+def test_who_comes_at_the_same_moment_is_served_in_the_order_of_coming():
+    scheduler = make(max_num_seqs=1)
+    for name in "abc":
+        add(scheduler, name, 4)
+    order = []
+    while scheduler.has_requests:
+        order += [output.request_id for output in step(scheduler)[1] if output.finish_reason]
+    assert order == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("params", "token", "tokens", "reason"),
     [

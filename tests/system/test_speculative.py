@@ -72,3 +72,6 @@ def test_native_kernels_give_the_same_tokens_behind_drafts(smollm2: Path, kv_dty
     made, engine = run(NGRAM)
     assert made == expected
     assert engine.stats().accepted_draft_tokens > 0.3 * engine.stats().draft_tokens
+    made, engine = run(Speculation(method="draft", num_tokens=3, draft_model=str(smollm2)))
+    assert made == expected
+    assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0

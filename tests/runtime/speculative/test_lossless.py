@@ -11,7 +11,7 @@ from llmq.runtime.sampling_params import SamplingParams
 
 VOCAB = 512
 DRAFTS = (1, 2, 4, 8)
-SHARES = {"perfect": 1.0, "half right": 0.5, "random": 0.0}
+SHARES = {"perfect": 1.0, "random": 0.0}
 
 
 def guessing(make_engine, folder, k: int, given, plain: list[Collected], share: float | None, **changes):
