@@ -97,11 +97,11 @@ class NativeLinear:
             and (activation is None or (activation.kind == "int" and not is_grouped and activation.group_size is None))
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, out_features], both bf16."""
+    def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """x [num_tokens, in_features] of bf16 -> [num_tokens, out_features] of `dtype`, bf16 or float32."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty(x.shape[0], self.out_features, dtype=torch.bfloat16)
+        y = torch.empty(x.shape[0], self.out_features, dtype=dtype)
         native.linear(
             self.packed,
             self.activations,
@@ -111,7 +111,7 @@ class NativeLinear:
             x.stride(0),
             y.data_ptr(),
             self.out_features,
-            False,
+            dtype == torch.float32,
         )
         return y
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llmq.runtime.attention.base import AttentionBackend
@@ -10,6 +11,7 @@ from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.layers.linear import Linear
 from llmq.runtime.layers.mlp import MLP, Experts
+from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.layers.norm import Norm, softcap
 from llmq.runtime.layers.rope import RotaryEmbedding
 from llmq.runtime.layers.self_attention import SelfAttention, Step
@@ -54,7 +56,10 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]."""
-        logits = self.linear(hidden).float()
+        if isinstance(self.linear, NativeLinear):
+            logits = self.linear(hidden, torch.float32)
+        else:
+            logits = self.linear(hidden).float()
         if self.divisor is not None:
             logits = logits / self.divisor
         return logits if self.softcap is None else softcap(logits, self.softcap)

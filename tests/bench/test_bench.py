@@ -9,6 +9,7 @@ import bench_eval_speed
 import bench_http_overhead
 import bench_kv_dtypes
 import bench_long_context
+import bench_native_numerics
 import bench_paging
 import bench_prefix_cache
 import bench_quantized_tasks
@@ -140,6 +141,17 @@ def test_kv_dtypes_are_told_apart(tiny_llama, tmp_path):
     assert found["bf16"]["bytes_per_token"] == 256
 
 
+@pytest.mark.skipif(native is None, reason=why_absent)
+def test_numerics_of_native_kernels_are_held_against_exact_ones(shared, tmp_path):
+    folder = shared / "interop" / "autogptq-w4g128-sym"
+    (tmp_path / "text").write_text("It was the best of times, it was the worst of times. " * 12)
+    options = ["--text", str(tmp_path / "text"), "--window", "64", "--windows", "2", "--threads", "1"]
+    found = bench_native_numerics.main([str(folder), *options])
+    kl = {way: one["mean_kl"] for way, one in found.items()}
+    assert 0 < kl["head int8"] < kl["activations int8"]
+    assert 0 < kl["torch"] < kl["both int8"]
+
+
 def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_path):
     options = ["--model", str(tiny_llama()), "--folder", str(tmp_path), "--tokens", "8"]
     found = bench_consumers.main([*options, "--recipes", "rtn w4 sym", "autoawq"])
@@ -172,6 +184,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         bench_step.main,
         bench_soak.main,
         bench_kv_dtypes.main,
+        bench_native_numerics.main,
         lambda _: bench_slo.main(["--model", "smollm2-135m"]),
     ],
     ids=[
@@ -188,6 +201,7 @@ def test_a_checkpoint_is_held_against_a_consumer_token_by_token(tiny_llama, tmp_
         "step",
         "soak",
         "kv dtypes",
+        "native numerics",
         "slo",
     ],
 )

@@ -99,13 +99,18 @@ void AttentionPlan::attend(const AttentionCall& call) {
   }
   float* partials = aligned(partials_, num_partials_ * (padded_head_dim(call.values.head_dim) + 2));
   const AttentionKernel kernel = model_kernels().attend;
-  thread_pool().parallel_for(static_cast<int64_t>(tasks_.size()), 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t num_tasks = static_cast<int64_t>(tasks_.size());
+  const int64_t num_threads = thread_pool().num_threads();
+  thread_pool().parallel_for(num_tasks, 1, [&](int64_t begin, int64_t end, int) {
     thread_local std::vector<float> memory;
     float* scratch = aligned(memory, scratch_floats(call));
     for (int64_t index = begin; index < end; index++) {
       const AttentionTask& task = tasks_[static_cast<size_t>(index)];
       const auto job = static_cast<size_t>(task.job);
-      kernel({batch_, call, jobs_[job], task, pending_[job], scratch, partials});
+      const int64_t next = index + num_threads;
+      const AttentionTask* next_task = next < num_tasks ? &tasks_[static_cast<size_t>(next)] : nullptr;
+      const AttentionJob* next_job = next_task ? &jobs_[static_cast<size_t>(next_task->job)] : nullptr;
+      kernel({batch_, call, jobs_[job], task, pending_[job], scratch, partials, next_task, next_job});
     }
   });
 }

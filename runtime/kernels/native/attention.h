@@ -68,7 +68,8 @@ struct AttentionTask {
   int32_t first_span, end_span;
 };
 
-// What a kernel is given for a task.
+// What a kernel is given for a task. next_task, next_job: what this thread will probably be given after it, or null: its
+// first keys and values are ordered from memory while the last of this one are summed.
 struct AttentionWork {
   const AttentionBatch& batch;
   const AttentionCall& call;
@@ -77,6 +78,8 @@ struct AttentionWork {
   std::atomic<int32_t>& pending;  // tasks of the job that are still to come: the last one merges
   float* scratch;                 // of this thread
   float* partials;                // of all jobs
+  const AttentionTask* next_task;
+  const AttentionJob* next_job;
 };
 
 using AttentionKernel = void (*)(const AttentionWork&);

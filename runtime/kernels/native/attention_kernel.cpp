@@ -50,7 +50,7 @@ class Task {
     dim_k_ = call_.keys.head_dim;
     dim_v_ = call_.values.head_dim;
     stride_v_ = (dim_v_ + 15) / 16 * 16;
-    first_position_ = batch_.lengths[job_.sequence] - batch_.num_queries(job_.sequence) + job_.first_query;
+    first_position_ = first_position_of(job_);
     float* scratch = work.scratch;
     const auto take = [&scratch](int64_t floats) {
       float* taken = scratch;
@@ -86,6 +86,9 @@ class Task {
   }
 
  private:
+  int first_position_of(const AttentionJob& job) const {
+    return batch_.lengths[job.sequence] - batch_.num_queries(job.sequence) + job.first_query;
+  }
   int query(int row) const { return row / group_ % job_.num_queries; }
   int position(int row) const { return first_position_ + query(row); }
   int64_t token(int row) const { return batch_.query_start[job_.sequence] + job_.first_query + query(row); }
@@ -134,9 +137,15 @@ class Task {
     const int first = batch_.first_key(first_position_);
     const int end = least((span + 1) * kKeySpan, position(rows_ - 1) + 1);
     for (int start = most(span * kKeySpan, first / kKeyTile * kKeyTile); start < end; start += kKeyTile) {
-      if (next_.start != start) locate(start, next_);
+      if (next_.start != start) locate(job_, start, next_);
       tile_ = next_;
-      locate(start + kKeyTile, next_);
+      if (start + kKeyTile >= end && span + 1 == task_.end_span && work_.next_task != nullptr) {
+        const int from = batch_.first_key(first_position_of(*work_.next_job));
+        locate(*work_.next_job, most(work_.next_task->first_span * kKeySpan, from / kKeyTile * kKeyTile), next_);
+        next_.start = -1;  // another's
+      } else {
+        locate(job_, start + kKeyTile, next_);
+      }
       const int rows = rows_ / job_.num_heads;
       for (int head = 0; head < job_.num_heads; head++) {
         load_scales(job_.first_head + head);
@@ -168,19 +177,20 @@ class Task {
 
   // Whatever does not belong to the queries' sequence, was not written, or is another's by now, may be anything, and is
   // not read: zeros are.
-  void locate(int start, Tile& tile) const {
+  void locate(const AttentionJob& job, int start, Tile& tile) const {
+    const int first_position = first_position_of(job);
     tile.start = start;
-    tile.first = most(batch_.first_key(first_position_) - start, 0);
-    tile.end = most(least(position(rows_ - 1) + 1 - start, kKeyTile), tile.first);
+    tile.first = most(batch_.first_key(first_position) - start, 0);
+    tile.end = most(least(first_position + job.num_queries - start, kKeyTile), tile.first);
     for (int i = 0; i < kKeyTile; i++) tile.keys[i] = tile.values[i] = kNothing;
-    const int64_t* table = batch_.block_table + job_.sequence * batch_.table_stride;
+    const int64_t* table = batch_.block_table + job.sequence * batch_.table_stride;
     const int size = batch_.block_tokens;
     for (int i = tile.first; i < tile.end;) {
       const int64_t block = table[(start + i) / size];
       int offset = (start + i) % size;
       for (; offset < size && i < tile.end; offset++, i++) {
-        tile.keys[i] = call_.keys.head(block, offset, job_.first_head);
-        tile.values[i] = call_.values.head(block, offset, job_.first_head);
+        tile.keys[i] = call_.keys.head(block, offset, job.first_head);
+        tile.values[i] = call_.values.head(block, offset, job.first_head);
       }
     }
   }

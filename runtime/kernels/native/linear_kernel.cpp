@@ -30,7 +30,7 @@ LLMQ_INLINE float max(float a, float b) { return a > b ? a : b; }
 
 constexpr int kFewRows = 4;
 constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
-constexpr int64_t kRowsOfTask = 96;  // that share it
+constexpr int64_t kRowsOfTask = 192;  // that share it
 // Lines are fetched while those of the blocks before are worked on, or where these are long a little ahead of their own.
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchAhead = 2048;
 
@@ -615,18 +615,22 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
           has_corrections, of_tile);
     }
   }
+  // Row by row: the blocks of a row are written side by side.
+  const bool is_scaled = is_one_group && kNumbers != Numbers::bf16;
+  GroupScale scale_of[kBlocks];
   for (int b = 0; b < kBlocks; b++) {
-    const bool is_scaled = is_one_group && kNumbers != Numbers::bf16;
-    const GroupScale scale = is_scaled ? load_group(w, block + b, 0) : GroupScale{zero_floats(), zero_floats()};
-    for (int64_t row = 0; row < num_rows; row++) {
+    scale_of[b] = is_scaled ? load_group(w, block + b, 0) : GroupScale{zero_floats(), zero_floats()};
+  }
+  for (int64_t row = 0; row < num_rows; row++) {
+    for (int b = 0; b < kBlocks; b++) {
       const float* p = totals + (row * kTileBlocks + b) * kLane;
       Floats total;
       if (is_scaled) {
         const int64_t index = first_row + row;
         using Sum = typename KindOf<Input>::Sum;
         const Floats sum = end_sum(x, index, load_sum(p, static_cast<Sum*>(nullptr)));
-        total = multiply_add(sum, scale.scale, zero_floats());
-        if (has_corrections) total = multiply_add(scale.correction, broadcast(x.sums[index]), total);
+        total = multiply_add(sum, scale_of[b].scale, zero_floats());
+        if (has_corrections) total = multiply_add(scale_of[b].correction, broadcast(x.sums[index]), total);
       } else {
         total = load_floats(p);
       }
