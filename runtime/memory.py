@@ -1,11 +1,13 @@
 """How many KV blocks an engine gets, from the specs that `kv-budget` prints by. No torch: also asked before a start."""
 
+import re
 from dataclasses import dataclass, replace
 
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.profiles.modules import modules_of
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, NativeNumerics
@@ -29,13 +31,27 @@ class KVCachePlan:
 
 def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int:
     """Of all weights as an engine holds them: as stored, floats in the dtype of the activations. Native kernels have a
-    float head in an order of their own: a tied one beside the embedding's rows, another one instead of them."""
+    float head in an order of their own: a tied one beside the embedding's rows, another one instead of them; and they
+    hold integers in 4 bits or 8."""
     held, architecture = checkpoint.held_bytes(dtypes.float_bytes), checkpoint.architecture
+    if numerics is not None and dtypes.dtype == "bf16" and architecture.family is not None:
+        held += _widened_bytes(checkpoint)
     packed = packed_head_bytes(checkpoint, dtypes, numerics)
     if packed is None:
         return held
     replaced = 0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size * 2
     return held + packed - replaced
+
+
+def _widened_bytes(checkpoint: Checkpoint) -> int:
+    """What integers of other than 4 or 8 bits take on top of their own in kernels that have only those."""
+    total = 0
+    for module in modules_of(checkpoint.tensors.values(), checkpoint.quantization):
+        match = re.match(r"int(\d)\b", module.layout)
+        if match and module.is_quantized:
+            bits = int(match.group(1))
+            total += module.num_weights * ((4 if bits <= 4 else 8) - bits) // 8
+    return total
 
 
 def packed_head_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int | None:

@@ -12,7 +12,7 @@ from llmq.runtime.kernels import native
 
 
 class NativeLinear:
-    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, or of integers of 4 or 8 bits that stay packed.
+    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, or of integers of 2 to 8 bits that stay packed, in 4 or 8.
 
     Exact: the input's bf16 numbers times the weight's, summed in float32. Rounded: input and weight are multiplied in
     int8, as a W8A8 checkpoint asks, or where `int8_activations` does, with one scale of the input for each group of the
@@ -29,11 +29,11 @@ class NativeLinear:
             numbers, scales, group_size = native.Numbers.bf16, native.Scales.none, self.in_features
             self.tensors["numbers"] = _packed(numbers, weight.contiguous())
         else:
-            bits = weight.scheme.bits
+            bits = held_bits(weight.scheme.bits)
             numbers = native.Numbers.int4 if bits == 4 else native.Numbers.int8
             group_size = weight.scheme.group_size if weight.scheme.strategy == "group" else self.in_features
-            self.tensors["numbers"] = _packed(numbers, _from_zero(weight))
-            scales = self._pack_scales(weight)
+            self.tensors["numbers"] = _packed(numbers, _from_zero(weight, bits))
+            scales = self._pack_scales(weight, bits)
             if weight.column_order is not None:
                 self.tensors["column_order"] = weight.column_order.to(torch.int32)
             if weight.scheme.activation is not None:
@@ -92,7 +92,7 @@ class NativeLinear:
         return (
             weight.values.device.type == "cpu"
             and scheme.kind == "int"
-            and scheme.bits in (4, 8)
+            and 2 <= scheme.bits <= 8
             and (is_grouped or scheme.strategy in ("channel", "tensor"))
             and (activation is None or (activation.kind == "int" and not is_grouped and activation.group_size is None))
         )
@@ -115,7 +115,7 @@ class NativeLinear:
         )
         return y
 
-    def _pack_scales(self, weight: QuantizedWeight) -> "native.Scales":
+    def _pack_scales(self, weight: QuantizedWeight, bits: int) -> "native.Scales":
         scale, offset = weight.scales(), weight.offsets()
         dtype = _narrowest(scale) if offset is None else _narrowest(torch.cat((scale, offset)))
         self.tensors["scales"] = _by_groups(scale, self.out_features, dtype)
@@ -123,7 +123,7 @@ class NativeLinear:
             self.tensors["offsets"] = _by_groups(offset, self.out_features, dtype)
         elif weight.zero_point is not None:
             # From q's signed range to u's.
-            zero = weight.zero_point.to(torch.int16) + (1 << (weight.scheme.bits - 1))
+            zero = weight.zero_point.to(torch.int16) + (1 << (bits - 1))
             self.tensors["zeros"] = _by_groups(zero, self.out_features, torch.uint8)
         return _SCALES[dtype]
 
@@ -137,6 +137,11 @@ _SCALES = (
         torch.float32: native.Scales.fp32,
     }
 )
+
+
+def held_bits(bits: int) -> int:
+    """In which the kernels hold an integer of `bits` bits."""
+    return 4 if bits <= 4 else 8
 
 
 _ROWS_AT_ONCE = 4096
@@ -163,11 +168,16 @@ def _narrowest(numbers: Tensor) -> torch.dtype:
     return torch.float32
 
 
-def _from_zero(weight: QuantizedWeight) -> Tensor:
-    """u, uint8 [out, in]."""
-    if weight.scheme.layout == "pack-quantized":
-        return unpack_unsigned(weight.values, weight.scheme.bits, weight.in_features).contiguous()
-    return weight.values.contiguous().view(torch.uint8) ^ (1 << (weight.scheme.bits - 1))
+def _from_zero(weight: QuantizedWeight, bits: int) -> Tensor:
+    """u, uint8 [out, in], of a number of `bits` bits: the zero of a symmetric weight is in their middle. An offset is
+    that of the number as stored."""
+    scheme = weight.scheme
+    if scheme.layout != "pack-quantized":
+        return weight.values.contiguous().view(torch.uint8) + (1 << (bits - 1))
+    u = unpack_unsigned(weight.values, scheme.bits, weight.in_features).contiguous()
+    if scheme.bits == bits or weight.offset is not None:
+        return u
+    return u.add_((1 << (bits - 1)) - (1 << (scheme.bits - 1)))
 
 
 def _packed(numbers: "native.Numbers", rows: Tensor) -> Tensor:

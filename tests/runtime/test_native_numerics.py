@@ -1,12 +1,19 @@
 """Engines whose native kernels round a head or activations: what they say of it, what they hold, and how far it is."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from engine_driver import greedy, run_all
+from safetensors.torch import load_file, save_file
 
 from llmq.profiles.checkpoint import read_checkpoint
+from llmq.quantize.formats.compressed_tensors import ConfigGroup, QuantizationConfig, to_tensors
+from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.rounding import quantize_weight
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.dtypes import Dtypes, native_numerics
+from llmq.runtime.dtypes import Dtypes, NativeNumerics, native_numerics
 from llmq.runtime.kernels import native, why_absent
 from llmq.runtime.memory import weight_bytes
 
@@ -64,3 +71,33 @@ def test_of_a_quantized_checkpoint(make_engine, shared):
     expected = logits_of(as_stored)
     assert 1e-4 < distance(logits_of(rounded), expected) < 2e-2
     assert 1e-3 < distance(logits_of(both), expected) < 6e-2
+
+
+@pytest.mark.parametrize("bits", [2, 3, 6])
+def test_other_bits_run_natively_and_are_counted_as_held(make_engine, tiny_llama, tmp_path, bits):
+    """The packed integers give the logits of their values written out, and take the bytes that were planned with."""
+    source = tiny_llama(dtype="bfloat16")
+    scheme = WeightScheme("int", bits, "group", 32, True, None, "pack-quantized")
+    packed, plain = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        packed[name] = plain[name] = tensor
+        if ".layers." in name and tensor.dim() == 2:
+            weight = quantize_weight(tensor.float(), scheme, torch.bfloat16)
+            del packed[name]
+            packed |= to_tensors(name.removesuffix(".weight"), weight)
+            plain[name] = weight.dequantize(torch.bfloat16)
+    section = QuantizationConfig((ConfigGroup(("Linear",), scheme),), ("lm_head",)).to_config()
+    made = []
+    for kind, tensors, extra in (("packed", packed, {"quantization_config": section}), ("plain", plain, {})):
+        folder = shutil.copytree(source, tmp_path / kind)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **extra}))
+        engine = make_engine(folder, dtype="bf16", head="16bit")
+        made.append(logits_of(engine))
+        assert engine.info.fingerprint["program"] == "native"
+        stored, dtypes = read_checkpoint(folder), Dtypes("bf16", "bf16", False)
+        # Of a packed linear its shape is stored too, in 16 bytes.
+        shapes = sum(name.endswith("weight_shape") for name in tensors)
+        assert engine.info.weight_bytes + 16 * shapes == weight_bytes(stored, dtypes, NativeNumerics())
+    assert distance(*made) < 2e-2

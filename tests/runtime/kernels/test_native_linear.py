@@ -120,6 +120,8 @@ INTEGERS = st.sampled_from(
         for outer in (0,)
     ]
     + [(4, "group", "float", 0), (4, "group", "float", 2), (8, "group", "float", 0), (4, "group", None, 2)]
+    + [(bits, "group", zero, 0) for bits in (2, 3, 5, 6) for zero in (None, "int", "float")]
+    + [(3, "channel", "int", 0), (6, "group", None, 2)]
 )
 
 
