@@ -55,6 +55,9 @@ def serve(
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     draft_model: options.DraftModel = None,
     draft_quant: options.DraftQuant = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="On a GPU: compute every step as it comes, in no CUDA graph.")
+    ] = False,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
     ] = False,
@@ -149,6 +152,7 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
+        enforce_eager=enforce_eager,
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),

@@ -26,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"  # auto: native on a CPU, triton on a GPU: `dtypes`
     head: Literal["auto", "16bit", "int8"] = "auto"  # of a head stored in 16 bit, by native kernels: see `dtypes`
     activations: Literal["auto", "exact", "int8"] = "auto"  # that integer weights multiply, by native kernels: likewise
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs
     block_tokens: int = 16
     max_model_len: int | None = None  # None: the model's own context, or what the KV-cache holds if that is less
     max_num_seqs: int = 64

@@ -45,6 +45,10 @@ class Worker:
         self.device = _device(config.device, config.tensor_parallel, 0 if collectives is None else collectives.rank)
         if config.memory_utilization is not None and self.device.type != "cuda":
             raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
+        if config.enforce_eager and self.device.type != "cuda":
+            raise InputError(
+                "--enforce-eager: the engine runs on a CPU here, where there are no CUDA graphs to leave out"
+            )
         self.dtypes = Dtypes.of(self.architecture.dtype, self.checkpoint.quantization, config)
         self.numerics = native_numerics(self.checkpoint, config, self.dtypes, self.device.type)
         self._set_threads()
@@ -130,7 +134,14 @@ class Worker:
             architecture.num_attention_heads // ranks // max(1, architecture.num_kv_heads // ranks),
             self.config.batch_invariant,
             self.numerics is not None,
+            self._graphs(architecture),
         )
+
+    def _graphs(self, architecture: ModelArchitecture) -> tuple[int, int] | None:
+        """(sequences, tokens of one) of steps that CUDA graphs replay; of several ranks none are captured."""
+        if self.device.type != "cuda" or self.config.enforce_eager or self.collectives is not None:
+            return None
+        return self.config.max_num_seqs, self.config.max_model_len or architecture.max_position_embeddings
 
     def _make_drafter(self, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:

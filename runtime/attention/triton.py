@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,18 @@ from llmq.runtime.kv_store import KVStore
 DTYPES = (torch.bfloat16, torch.float16)  # and float32 in the interpreter; on a GPU torch serves it
 MAX_HEAD_DIM = 256
 FEW_ROWS, MANY_ROWS = 16, (64, 128)  # of a tile's product: of decoding, and of a chunk (the more on Hopper)
+
+
+class StepTiles(Protocol):
+    """What the kernels read of a step, of one group of layers."""
+
+    metadata: AttentionMetadata
+    block_table: Tensor
+    target: Target
+
+    def tiles(self, group: int) -> list[Tiles]:
+        """Its queries, for layers in which `group` heads share a KV head."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ class TritonAttention:
         queries: Tensor,
         layer: int,
         store: KVStore,
-        prepared: PreparedStep,
+        prepared: StepTiles,
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
@@ -88,7 +101,7 @@ class TritonAttention:
 
 def plan_tiles(metadata: AttentionMetadata, group: int, target: Target, device: torch.device) -> list[Tiles]:
     """Sequences of few queries in tiles of few rows, the chunks of the others in tiles of many."""
-    few = max(FEW_ROWS, _power_of_two(group))
+    few = max(FEW_ROWS, power_of_two(group))
     many = max(MANY_ROWS[target.has_large_tiles], few)
     rows_of: dict[int, list[int]] = {few: [], many: []}
     for sequence in range(len(metadata.seq_lens)):
@@ -116,5 +129,5 @@ def _tiles_of(
     return Tiles(on_host.to(device, non_blocking=True), len(table), tile_queries, rows, most_keys)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()

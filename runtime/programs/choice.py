@@ -23,16 +23,18 @@ def make_program(
     group_size: int,
     batch_invariant: bool = False,
     native: bool = True,
+    graphs: tuple[int, int] | None = None,
 ) -> Program:
     """On a GPU the program of Triton kernels, on a CPU the native one, where a decoder lowers to it; else torch with
     the fastest attention that there is.
 
     group_size: query heads that share a KV head. batch_invariant: no result depends on what else a step computes, which
     is so of the native program and of one attention for torch. native: our own kernels may run.
+    graphs: (most sequences, most tokens of one) of decode steps in CUDA graphs; None: none.
     """
     why_not = None
     if native and not batch_invariant and triton_runs(store.device.type):
-        return _triton_program(model, store, dtype)
+        return _triton_program(model, store, dtype, graphs)
     if native and store.device.type == "cpu":
         if not isinstance(model, Decoder):
             why_not = "the model's code is not llmq's own"
@@ -49,15 +51,17 @@ def make_program(
     return EagerProgram(model, store, attention, why_not)
 
 
-def _triton_program(model: Model, store: KVStore, dtype: torch.dtype) -> Program:
+def _triton_program(model: Model, store: KVStore, dtype: torch.dtype, graphs: tuple[int, int] | None) -> Program:
     """Of a decoder of our own; else, and for blocks that the kernels do not read, torch with the best attention."""
     # Here, for the package triton is not on every machine.
     from llmq.runtime.attention.triton import TritonAttention
+    from llmq.runtime.programs.graphs import GraphedProgram
     from llmq.runtime.programs.triton import TritonProgram
 
     if not TritonAttention.runs(store, dtype):
         kinds = ", ".join(sorted({group.spec.dtype.name for group in store.layout.groups}))
         return EagerProgram(model, store, SdpaAttention(), f"no Triton attention in {dtype} over blocks of {kinds}")
     if isinstance(model, Decoder):
-        return TritonProgram(model, store)
+        program = TritonProgram(model, store)
+        return program if graphs is None else GraphedProgram(program, *graphs)
     return EagerProgram(model, store, TritonAttention(), "the model's code is not llmq's own")

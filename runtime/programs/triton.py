@@ -1,11 +1,12 @@
 """A decoder's forward on Triton kernels: sums with norms, rotation with the write into blocks, gates in one pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmq.runtime.attention.triton import PreparedStep, TritonAttention
+from llmq.runtime.attention.triton import StepTiles, TritonAttention
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kernels.triton.kv_write import rotate_and_write
 from llmq.runtime.kernels.triton.row_kernels import GATES, MOST_FEATURES, gate, rms_norm
@@ -59,8 +60,11 @@ class TritonProgram:
         }
 
     def forward(self, inputs: BatchInputs) -> Tensor:
+        return self.compute(inputs, [self.attention.prepare(metadata) for metadata in inputs.attention])
+
+    def compute(self, inputs: BatchInputs, prepared: Sequence[StepTiles]) -> Tensor:
+        """`forward`, with what attention reads of the step, for each group. Waits for nothing on the device."""
         decoder = self.model
-        prepared = [self.attention.prepare(metadata) for metadata in inputs.attention]
         stream = ResidualStream(decoder.embed(inputs.token_ids).contiguous())
         *blocks, last = decoder.blocks
         for block in blocks:
@@ -80,7 +84,7 @@ class TritonProgram:
         return self.model.logits(hidden)
 
     def _run(
-        self, block: ResidualBlock, stream: ResidualStream, inputs: BatchInputs, prepared: list[PreparedStep]
+        self, block: ResidualBlock, stream: ResidualStream, inputs: BatchInputs, prepared: Sequence[StepTiles]
     ) -> None:
         x = stream.normed(block.before)
         if isinstance(block.part, SelfAttention):
@@ -95,7 +99,7 @@ class TritonProgram:
             y = ResidualStream(y).normed(block.after)
         stream.delta, stream.scale = y, 1.0 if block.scale is None else block.scale
 
-    def _attend(self, part: SelfAttention, x: Tensor, inputs: BatchInputs, prepared: list[PreparedStep]) -> Tensor:
+    def _attend(self, part: SelfAttention, x: Tensor, inputs: BatchInputs, prepared: Sequence[StepTiles]) -> Tensor:
         settings, shape = part.settings, part.settings.shape
         q, k, v = part.project(x)
         group = inputs.group_of_layer[settings.layer]

@@ -52,12 +52,11 @@ def representative(target: Target) -> Iterator[Configuration]:
 
 
 def every(target: Target) -> Iterator[Configuration]:
-    for dtype, dim, queries in itertools.product((BF16, FP16), (64, 128, 256), (1, 4, 512)):
-        own = "bf16" if dtype is BF16 else "fp16"
-        for name, window, softcap in itertools.product((own, "int8", "fp8"), (None, 4096), (None, 30.0)):
-            yield from _attention(target, name, dtype, dim, queries, window, softcap)
-        for name in (own, "int8", "fp8"):
-            yield from _kv_write(name, dtype, dim)
+    for dtype, own, dim in itertools.product((BF16, FP16), ("own", "int8", "fp8"), (64, 128, 256)):
+        name = own if own != "own" else {BF16: "bf16", FP16: "fp16"}[dtype]
+        yield from _kv_write(name, dtype, dim)
+        for queries, bounds in itertools.product((1, 512), ((None, None), (4096, 30.0))):
+            yield from _attention(target, name, dtype, dim, queries, *bounds)
     for dtype, form, rows in itertools.product((BF16, FP16), (INT4, INT8, FP8), (1, 64, 512)):
         for has_zeros in (False, True):
             yield from _products(target, form, dtype, rows, has_zeros)

@@ -139,6 +139,7 @@ def _rotate_and_write(
     else:
         block = tl.load(blocks + token, mask=is_token, other=0).to(tl.int64)
         offset = tl.load(offsets + token, mask=is_token, other=0)
+        is_token = is_token & (block >= 0)
         if head < NUM_HEADS + NUM_KV_HEADS:
             kv_head = head - NUM_HEADS
             x = _rotated(keys, cos, sin, positions, token, is_token, key_stride, kv_head, DIM_K, PADDED_K, HALF)
@@ -167,7 +168,8 @@ def rotate_and_write(
     rotated_queries: Tensor,
 ) -> list[Launch]:
     """Rotate queries [num_tokens, num_heads, head_dim_k] into `rotated_queries` (contiguous), and write keys, rotated,
-    and values [num_tokens, num_kv_heads, head_dim] at their slots of `stored`, as its codec encodes them.
+    and values [num_tokens, num_kv_heads, head_dim] at their slots of `stored`, as its codec encodes them;
+    a negative block: nowhere.
 
     rotation: float32 tables of cos and sin, [max_positions, 1, rotary_dim / 2], of which each token takes the row of
     its position, for pairs (x[i], x[i + rotary_dim / 2]); None: nothing turns. Tokens may have any stride, what is of
