@@ -59,7 +59,7 @@ from llmq.quantize.rounding import Grid, searched_grid, stored_scale
 # Rounds of a sweep of coordinate descent and scales again, at the end.
 REFINEMENTS = 1
 # Numbers of a weight that are worked on at once, some rows after others: half a dozen copies of them are made.
-_MAX_NUMBERS = 2**22
+MAX_NUMBERS = 2**21
 
 SETTINGS = {
     "damping": f"in_features / (2 · tokens), within {DAMPING} and {LARGEST_DEFAULT_DAMPING}",
@@ -96,7 +96,7 @@ def gptq(
     Dead columns become zero, as in the paper's code: whatever they hold never reaches an output that was seen, and a
     large one would widen the grid of its neighbours.
     """
-    num_rows = max(1, _MAX_NUMBERS // weight.shape[1])
+    num_rows = max(1, MAX_NUMBERS // weight.shape[1])
     importance = hessian.diagonal
     parts = []
     for rows in weight.split(num_rows):

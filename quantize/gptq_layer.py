@@ -1,12 +1,12 @@
 """GPTQ on one decoder layer: all its linears rounded for the inputs that the layer's own, unrounded, give them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.gptq import Rounded, gptq
+from llmq.quantize.gptq import MAX_NUMBERS, Rounded, gptq
 from llmq.quantize.hessian import Hessian, default_damping, factorize
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome
 from llmq.quantize.rounding import range_grid, saturated_share
@@ -40,7 +40,7 @@ def quantize_layer(
 
 
 def _of_one_product(statistics: dict[str, InputStatistics], schemes: Mapping[str, WeightScheme]) -> list[str]:
-    """The first linear, and those that share its input and its scheme: their rows go through GPTQ side by side."""
+    """The first linear, and those that share its input and its scheme: one Hessian is factorized for them."""
     first = next(iter(statistics))
     return [name for name in statistics if statistics[name] is statistics[first] and schemes[name] == schemes[first]]
 
@@ -53,20 +53,43 @@ def _quantize_together(
     damping: float | None,
     warnings: list[str],
 ) -> dict[str, LinearOutcome]:
-    scheme, num_dead, num_tokens = work.schemes[names[0]], inputs.num_dead, inputs.num_tokens
-    weights = [work.linear(name).weight for name in names]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    num_dead, num_tokens = inputs.num_dead, inputs.num_tokens
     if damping is None:
-        damping = default_damping(weight.shape[1], num_tokens)
+        damping = default_damping(work.linear(names[0]).in_features, num_tokens)
     hessian = factorize(inputs.gram, damping, owns_gram=owns_gram) if num_tokens else None
     del inputs
     if hessian is None:
         reason = "its Hessian is not positive definite at any damping" if num_tokens else "no calibration token came"
         warnings.append(f"{', '.join(names)}: rounded to nearest, {reason}")
+    elif hessian.damping != damping:
+        warnings.append(f"{', '.join(names)}: damping raised from {damping:g} to {hessian.damping:g}")
+    made = {}
+    for together in _side_by_side(work, names):
+        made |= _round_side_by_side(work, together, hessian, num_dead, num_tokens)
+    return made
+
+
+def _side_by_side(work: LayerWork, names: list[str]) -> Iterator[list[str]]:
+    """Linears whose rows go through GPTQ next to each other: columns of few rows would take as long as of many."""
+    together, size = [], 0
+    for name in names:
+        own = work.linear(name).weight.numel()
+        if together and size + own > MAX_NUMBERS:
+            yield together
+            together, size = [], 0
+        together.append(name)
+        size += own
+    yield together
+
+
+def _round_side_by_side(
+    work: LayerWork, names: list[str], hessian: Hessian | None, num_dead: int, num_tokens: int
+) -> dict[str, LinearOutcome]:
+    scheme, weights = work.schemes[names[0]], [work.linear(name).weight for name in names]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if hessian is None:
         rounded = _nearest(weight, scheme, work.dtype)
     else:
-        if hessian.damping != damping:
-            warnings.append(f"{', '.join(names)}: damping raised from {damping:g} to {hessian.damping:g}")
         rounded = gptq(weight, hessian, scheme, work.dtype)
     made, start = {}, 0
     for name in names:

@@ -14,8 +14,8 @@ from llmq.profiles.errors import FailedError
 from llmq.quantize.experts import UnfusedExperts, unfuse
 
 # Tokens that go through a layer at once: enough for the products to run at full speed, few enough that what lies
-# between them stays small.
-BATCH_TOKENS = 1024
+# between them stays small; of a wide layer so many that its widest activation has BATCH_NUMBERS numbers.
+BATCH_TOKENS, BATCH_NUMBERS = 1024, 2**22
 # Lengths whose masks and rotary embeddings are kept: a mask is length * length.
 _KEPT_LENGTHS = 4
 
@@ -69,6 +69,8 @@ class LayerStream:
                 "as the decoders that can be calibrated here; --rtn and --fp8 need no calibration"
             )
         self._layers = list(self._model.layers)
+        widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)
+        self._batch_tokens = min(BATCH_TOKENS, BATCH_NUMBERS // widest)
         self._prepare_skeleton(config)
         self._kwargs_by_length: dict[int, list[dict[str, Any]]] = {}
 
@@ -98,7 +100,7 @@ class LayerStream:
         used = torch.tensor(sorted({token for ids in samples for token in ids}))
         table = self.read("model.embed_tokens.weight")[used]  # of 150,000 words a few thousand are met
         self._model.embed_tokens.weight = nn.Parameter(table.to(self.device, torch.float32), requires_grad=False)
-        for ids in _batches(samples):
+        for ids in _batches(samples, self._batch_tokens):
             self._model(input_ids=torch.searchsorted(used, ids).to(self.device), use_cache=False)
             yield self._model.layers[0].hidden_states.to("cpu", copy=True)
         self._model.embed_tokens.to("meta")
@@ -150,13 +152,13 @@ def experts_of(layer: nn.Module) -> UnfusedExperts | None:
     return next((module for module in layer.modules() if isinstance(module, UnfusedExperts)), None)
 
 
-def _batches(samples: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """int64 [batch, length]: samples of one length together, the longest first, at most BATCH_TOKENS tokens."""
+def _batches(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Tensor]:
+    """int64 [batch, length]: samples of one length together, the longest first, at most `max_tokens` or one sample."""
     by_length: dict[int, list[Sequence[int]]] = {}
     for ids in samples:
         by_length.setdefault(len(ids), []).append(ids)
     for length in sorted(by_length, reverse=True):
-        size = max(1, BATCH_TOKENS // length)
+        size = max(1, max_tokens // length)
         alike = by_length[length]
         yield from (torch.tensor(alike[start : start + size]) for start in range(0, len(alike), size))
 

@@ -19,6 +19,8 @@ _SMALLEST_SCALE = {torch.float16: 2.0**-24}
 CLIPS = tuple(1 - i / 20 for i in range(9))  # 1 .. 0.6
 FINE_CLIPS = tuple(1 - i / 80 for i in range(9))  # 1 .. 0.9
 _FINE_BITS = 6
+# Numbers of a weight that are looked at together.
+_MAX_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,17 @@ def quantize_weight(
 
 def saturated_share(weight: Tensor, grid: Grid) -> float:
     """The share of weights that lie more than half a step outside of the grid."""
+    num_rows = max(1, _MAX_NUMBERS // weight.shape[1])
+    pieces = (slice(start, start + num_rows) for start in range(0, len(weight), num_rows))
+    return sum(_num_saturated(weight[rows], grid.rows(rows)) for rows in pieces) / weight.numel()
+
+
+def _num_saturated(weight: Tensor, grid: Grid) -> int:
     groups, scale = grid.grouped(weight), grid.scale.unsqueeze(-1)
     zero = 0.0 if grid.zero is None else grid.zero.unsqueeze(-1)
     q_min, q_max = grid.bounds
     low, high = (q_min - 0.5 - zero) * scale, (q_max + 0.5 - zero) * scale
-    return float(((groups < low) | (groups > high)).sum() / groups.numel())
+    return int(((groups < low) | (groups > high)).sum())
 
 
 def _grouped(weight: Tensor, scheme: WeightScheme) -> Tensor:
