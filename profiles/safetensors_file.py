@@ -44,6 +44,11 @@ class TensorInfo:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors that `path` declares. Raises InputError when it is cut short or no safetensors file."""
+    return read_places(path)[0]
+
+
+def read_places(path: Path) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """`read_header`, and at which byte of the file each tensor begins."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -55,14 +60,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise InputError(f"{path}: cut short inside its header ({size:,} bytes)")
     try:
         header = json.loads(raw)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in _entries(header).values()), default=0)
+        offsets = {name: entry["data_offsets"] for name, entry in _entries(header).items()}
+        end = 8 + length + max((stop for _, stop in offsets.values()), default=0)
         tensors = parse_header(header, path.name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: its safetensors header cannot be read ({error})") from None
     if end != size:
         problem = "cut short" if size < end else "longer than its header says"
         raise InputError(f"{path}: {problem}: {size:,} bytes, and its header describes {end:,}; fetch it again")
-    return tensors
+    return tensors, {name: 8 + length + begin for name, (begin, _) in offsets.items()}
 
 
 def parse_header(header: dict[str, Any], file: str) -> dict[str, TensorInfo]:

@@ -9,6 +9,7 @@ from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.gptq import MAX_NUMBERS, Rounded, gptq
 from llmq.quantize.hessian import Hessian, default_damping, factorize
 from llmq.quantize.layer_work import InputStatistics, LayerOutcome, LayerWork, LinearOutcome
+from llmq.quantize.memory import release_memory
 from llmq.quantize.rounding import range_grid, saturated_share
 
 # Rows of a weight, evenly spread, that the reported output errors are measured on: all would take longer than rounding.
@@ -36,6 +37,8 @@ def quantize_layer(
         owns_gram = all(other is not inputs for other in statistics.values())
         made = _quantize_together(work, names, inputs, owns_gram, damping, outcome.warnings)
         outcome.linears.update(made)
+        del inputs, made
+        release_memory()
     return outcome
 
 

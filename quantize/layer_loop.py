@@ -40,6 +40,7 @@ def run_layers(
 
     memory_bytes: of activations that are held in memory; the rest goes into a file of `work`.
     """
+    release_memory()  # what tokenizing left
     if calibration is None:
         _without_samples(plan, device, work, progress)
     else:

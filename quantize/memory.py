@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def release_memory() -> None:
     """Give the heap's free pages back to the system: freed pieces of many sizes between live ones make it grow from
-    decoder layer to decoder layer. Does nothing where the C library is not glibc."""
+    linear to linear and from decoder layer to decoder layer. Does nothing where the C library is not glibc."""
     _trim()(0)
 
 

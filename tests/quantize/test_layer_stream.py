@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.families import FAMILIES
 from llmq.quantize.experts import UnfusedExperts
-from llmq.quantize.layer_stream import LayerStream, experts_of
+from llmq.quantize.layer_stream import LayerStream, TensorReader, experts_of
 from llmq.quantize.mappings import mappings_of
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -126,3 +127,26 @@ def test_counting_and_forcing_experts_changes_no_output(tmp_path):
         experts.forced = frozenset({2})
         torch.testing.assert_close(stream.run(0, layer, hidden), before)
         assert seen[-1].shape[0] == 24
+
+
+def test_tensors_are_read_as_safetensors_reads_them(tmp_path):
+    tensors = {
+        "odd": torch.arange(5, dtype=torch.uint8),  # what follows lies at no multiple of its own size
+        "bf16": torch.randn(3, 7).bfloat16(),
+        "f8": torch.randn(2, 9).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "e8m0": torch.ones(3).to(torch.float8_e8m0fnu),
+        "flags": torch.tensor([True, False]),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    read = TensorReader.of_file(path)
+    for name, tensor in tensors.items():
+        made = read(name)
+        assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
+        assert made.flatten().view(torch.uint8).tolist() == tensor.flatten().view(torch.uint8).tolist()
+    read("bf16").zero_()
+    assert torch.equal(read("bf16"), tensors["bf16"])
+    with pytest.raises(KeyError):
+        read("absent")
