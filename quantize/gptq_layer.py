@@ -30,6 +30,7 @@ def quantize_layer(
     """
     outcome = LayerOutcome()
     statistics = work.measure() if statistics is None else statistics
+    release_memory()
     while statistics:
         names = _of_one_product(statistics, work.schemes)
         inputs = [statistics.pop(name) for name in names][0]  # noqa: RUF015 - all of them are taken out

@@ -197,7 +197,8 @@ class _InputRecorder(Generic[T]):
         for hook in self._hooks:
             hook.remove()
         for name, linear in self._linears.items():
-            self.seen.setdefault(name, self._make(linear.in_features, linear.weight.device))
+            if name not in self.seen:  # an expert that no token reached
+                self.seen[name] = self._make(linear.in_features, linear.weight.device)
 
     def begin(self) -> None:
         self._inputs: dict[str, Tensor] = {}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layer_bench import LayerBench
 from torch import nn
 
 from llmq.quantize.formats.scheme import WeightScheme
@@ -95,3 +96,13 @@ def test_the_second_moment_of_a_wide_input_is_whole_and_symmetric():
     whole = x.flatten(0, 1)
     torch.testing.assert_close(statistics.gram, whole.T @ whole / 100, rtol=1e-4, atol=1e-4)
     assert torch.equal(statistics.gram, statistics.gram.T)
+
+
+def test_statistics_are_made_once_for_each_input(tiny_llama, monkeypatch):
+    """Each is as large as a square of the input: one too many would be the most that a run holds."""
+    made, make = [], InputStatistics.__init__
+    monkeypatch.setattr(InputStatistics, "__init__", lambda self, *args: made.append(args[0]) or make(self, *args))
+    bench = LayerBench(tiny_llama())
+    with bench.stream.layer(bench.index) as layer:
+        statistics = bench.work(layer).measure()
+    assert len(made) == len({id(one) for one in statistics.values()}) == 4
