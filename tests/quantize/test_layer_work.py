@@ -98,6 +98,7 @@ def test_the_second_moment_of_a_wide_input_is_whole_and_symmetric():
     assert torch.equal(statistics.gram, statistics.gram.T)
 
 
+@torch.no_grad()
 def test_statistics_are_made_once_for_each_input(tiny_llama, monkeypatch):
     """Each is as large as a square of the input: one too many would be the most that a run holds."""
     made, make = [], InputStatistics.__init__
