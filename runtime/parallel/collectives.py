@@ -1,5 +1,6 @@
 """What ranks do together: sums and gathers, the same calls in the same order on each."""
 
+import weakref
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -40,28 +41,31 @@ class ProcessGroup:
         self.rank, self.num_ranks = rank, num_ranks
         self.counts: Counter[str] = Counter()
         self._in_order = in_order
-        self._group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []  # one, once connected
+        # At the latest when Python ends, and before it does: a group that is still there then may abort the process.
+        self.close = weakref.finalize(self, self._groups.clear)
 
     def connect(self, meeting_point: Path, device: torch.device) -> None:
         """Wait for all ranks. `meeting_point`: a file that only they can reach, and that is not there yet."""
         store = dist.FileStore(str(meeting_point), self.num_ranks)
         if device.type == "cuda":
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, dist.ProcessGroupNCCL.Options())
+            options = dist.ProcessGroupNCCL.Options()
+            self._groups.append(dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
             return
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
         options._threads = 1
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.num_ranks, options)
+        self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.num_ranks, options))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.counts["all_reduce"] += 1
         x = x.contiguous()
         if not self._in_order:
-            self._wait(self._group.allreduce([x]))
+            self._wait(self._groups[0].allreduce([x]))
             return x
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
-        self._wait(self._group.allgather([parts], [x]))
+        self._wait(self._groups[0].allgather([parts], [x]))
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part
@@ -72,7 +76,7 @@ class ProcessGroup:
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
-        self._wait(self._group.gather([parts] if parts else [], [x.contiguous()], options))
+        self._wait(self._groups[0].gather([parts] if parts else [], [x.contiguous()], options))
         return parts
 
     @staticmethod

@@ -72,10 +72,17 @@ class RankThread:
 class RankExecutor:
     """The same plan for every rank. What the first samples the others learn with the next plan."""
 
-    def __init__(self, runner: ModelRunner, thread: RankThread, processes: RankProcesses, weight_bytes: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        thread: RankThread,
+        processes: RankProcesses,
+        collectives: ProcessGroup,
+        weight_bytes: int,
+    ) -> None:
         self.runner = runner
         self.weight_bytes = weight_bytes  # of all ranks
-        self._thread, self._processes = thread, processes
+        self._thread, self._processes, self._collectives = thread, processes, collectives
         self._sampled: dict[str, list[int]] = {}
         processes.watch(thread.fail)
 
@@ -102,10 +109,11 @@ class RankExecutor:
             processes.expect(Allocated)
             meeting.result()
             weight_bytes = worker.model.num_bytes + sum(other.weight_bytes for other in others)
-            return cls(allocating.result(), thread, processes, weight_bytes), plan
+            return cls(allocating.result(), thread, processes, collectives, weight_bytes), plan
         except BaseException:
             thread.close()
             processes.close()
+            collectives.close()
             raise
 
     def submit(self, plan: SchedulerOutput) -> "Future[StepResult]":
@@ -120,6 +128,7 @@ class RankExecutor:
     def close(self) -> None:
         self._thread.close()
         self._processes.close()
+        self._collectives.close()
 
     def _execute(self, plan: SchedulerOutput) -> StepResult:
         made = self.runner.execute(plan)

@@ -9,9 +9,11 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from llmq.runtime.config import EngineConfig
 from llmq.runtime.parallel.messages import (
     Allocate,
     Allocated,
@@ -26,6 +28,9 @@ from llmq.runtime.parallel.messages import (
 )
 from llmq.runtime.parent_watch import die_with_parent
 
+if TYPE_CHECKING:
+    from llmq.runtime.parallel.collectives import ProcessGroup
+
 
 class RankProcess:
     def __init__(self, connection: Connection) -> None:
@@ -35,11 +40,18 @@ class RankProcess:
     def run(self) -> None:
         """Until Stop, or the parent is gone."""
         from llmq.runtime.parallel.collectives import ProcessGroup
-        from llmq.runtime.worker import Worker
 
         start: Start = self._receive()
         config = start.config
         collectives = ProcessGroup(start.rank, config.tensor_parallel, in_order=config.batch_invariant)
+        try:
+            self._follow(config, collectives)
+        finally:
+            collectives.close()
+
+    def _follow(self, config: EngineConfig, collectives: "ProcessGroup") -> None:
+        from llmq.runtime.worker import Worker
+
         worker = Worker(config, collectives)
         worker.load()
         self.send(Loaded(worker.model.num_bytes, worker.spare_bytes))

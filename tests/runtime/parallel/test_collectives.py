@@ -1,0 +1,60 @@
+"""Collectives between real processes: what each rank gets, to the last bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from llmq.runtime.parallel.collectives import LostPeerError, ProcessGroup
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+x = torch.randn(37, 91, generator=torch.Generator().manual_seed(rank))
+made = {}
+for in_order in (False, True):
+    group = ProcessGroup(rank, 3, in_order=in_order)
+    group.connect(folder / f"meeting {in_order}", torch.device("cpu"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        made[in_order, dtype] = group.all_reduce(x.to(dtype).clone())  # which it may change
+    made[in_order, "one row"] = group.all_reduce(x[5:6].bfloat16())
+parts = group.gather(x)
+assert (parts is None) == (rank > 0)
+made["gathered"] = parts
+assert group.counts == {"all_reduce": 4, "gather": 1}
+torch.save((x, made), folder / f"{rank}.pt")
+if rank == 1:
+    sys.exit(0)  # whatever takes the group down does so before Python ends
+try:
+    group.all_reduce(x)
+except LostPeerError as error:
+    print(error)
+"""
+
+
+def test_three_processes(tmp_path: Path):
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), tmp_path], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert [text.startswith("a collective of the ranks failed: ") for text in said] == [True, False, True]
+    inputs, made = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(3)), strict=True)
+    # Every rank decides by what it gets, as a router of experts does: they must not differ in the last bit.
+    for key in made[0].keys() - {"gathered"}:
+        assert torch.equal(made[0][key], made[1][key])
+        assert torch.equal(made[0][key], made[2][key])
+    exact = sum(x.double() for x in inputs)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        for in_order in (False, True):
+            assert float((made[0][in_order, dtype] - exact).norm() / exact.norm()) < bound
+        rounded = [x.to(dtype).float() for x in inputs]
+        assert torch.equal(made[0][True, dtype], (rounded[0] + rounded[1] + rounded[2]).to(dtype))
+    # In order: no number depends on where it lies.
+    assert torch.equal(made[0][True, "one row"][0], made[0][True, torch.bfloat16][5])
+    assert all(torch.equal(part, x) for part, x in zip(made[0]["gathered"], inputs, strict=True))
