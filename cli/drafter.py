@@ -20,7 +20,9 @@ def with_drafter(engine: "EngineConfig", draft_model: str | None, draft_quant: s
 
     if draft_model is None and draft_quant is None:
         return engine
-    if draft_model is not None:
+    if engine.speculation.method == "medusa":
+        folder = Path(draft_model)
+    elif draft_model is not None:
         with console.progress() as progress:
             folder = find_model(draft_model, keep_blocks=True, progress=progress)
     else:

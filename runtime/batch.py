@@ -26,6 +26,7 @@ class RunnerRequest:
         self.score_prompt = new.score_prompt
         self.forks = new.forks  # until the first token is sampled
         self.grammar_state = None  # sampling.grammar_mask's, made when it is first needed
+        self.hidden: torch.Tensor | None = None  # [hidden_size], what its last token was sampled from, for a drafter
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
 
     def sampled_as(self) -> "list[RunnerRequest]":

@@ -153,10 +153,15 @@ class ModelRunner:
         if len(owners) > len(rows):
             logits = logits.repeat_interleave(torch.tensor(copies, device=self.device), dim=0)
         made = iter(sample_with_drafts(self.sampler, logits, owners, guesses))
-        return hidden, [
+        sampled = [
             list(itertools.islice(made, 1 + len(request.forks))) if item.samples else []
             for item, request in zip(items, requests, strict=True)
         ]
+        if self.drafter is not None and self.drafter.reads_hidden:
+            for item, request, own, end in zip(items, requests, sampled, inputs.query_start_loc[1:], strict=True):
+                if own and own[0].error is None:
+                    request.hidden = hidden[end - 1 - len(item.draft_token_ids) + len(own[0].token_ids) - 1]
+        return hidden, sampled
 
     def _score_prompts(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], hidden: torch.Tensor

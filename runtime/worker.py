@@ -31,6 +31,8 @@ from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
 from llmq.runtime.sampling.sampler import Choose, Sampler
 from llmq.runtime.speculative.drafter import Drafter
+from llmq.runtime.speculative.guesses import Guesser
+from llmq.runtime.speculative.medusa import MedusaDrafter, MedusaHead, load_heads
 from llmq.runtime.speculative.model_drafter import ModelDrafter
 from llmq.runtime.speculative.ngram import NgramDrafter
 from llmq.runtime.speculative.vocabulary import check_vocabulary
@@ -63,6 +65,7 @@ class Worker:
         self.drafter = DraftWorker.of(self)
         self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)
         self.model: Model | None = None
+        self._medusa_heads: list[MedusaHead] = []
         self._static_scales: Mapping[int, tuple[float, float]] | None = None
 
     def plan_early(self) -> KVCachePlan | None:
@@ -70,7 +73,7 @@ class Worker:
         asked, ranks = self.config.kv_cache_memory_bytes, self.config.tensor_parallel
         if asked is None and self.device.type == "cuda":
             return None
-        checkpoints = [self.checkpoint] if self.drafter is None else [self.checkpoint, self.drafter.checkpoint]
+        checkpoints = [self.checkpoint, *([] if self.drafter is None else [self.drafter.checkpoint])]
         spare = available_memory_bytes() - sum(weight_bytes(one, self.dtypes, self.numerics) for one in checkpoints)
         if self.device.type == "cpu" and ranks * (asked or 0) > spare:
             each = "" if ranks == 1 else f" for each of {ranks} ranks"
@@ -90,6 +93,11 @@ class Worker:
         self.model = self.loader.load(self.max_positions)
         if self.drafter is not None:
             self.drafter.model = self.drafter.loader.load(self.max_positions)
+        is_first = self.collectives is None or self.collectives.rank == 0
+        if is_first and (speculation := self.config.speculation) is not None and speculation.method == "medusa":
+            sizes = self.architecture.hidden_size, self.architecture.vocab_size
+            dtype = TORCH_DTYPES[self.dtypes.dtype]
+            self._medusa_heads = load_heads(Path(speculation.draft_model), *sizes, dtype, self.device)
 
     @property
     def max_positions(self) -> int:
@@ -98,7 +106,8 @@ class Worker:
     @property
     def weight_bytes(self) -> int:
         """Of all weights in memory."""
-        return self.model.num_bytes + (0 if self.drafter is None else self.drafter.model.num_bytes)
+        heads = sum(head.num_bytes for head in self._medusa_heads)
+        return self.model.num_bytes + heads + (0 if self.drafter is None else self.drafter.model.num_bytes)
 
     @property
     def choose_tokens(self) -> Choose | None:
@@ -146,10 +155,13 @@ class Worker:
     def _make_drafter(self, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:
             return None
+        guesser = Guesser(Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
+        if self.config.speculation.method == "medusa":
+            return MedusaDrafter(self._medusa_heads, guesser)
         if self.drafter is None:
             return NgramDrafter()
         program = self._program(self.drafter.model, self.drafter.architecture, store)
-        return ModelDrafter(program, store, Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
+        return ModelDrafter(program, store, guesser)
 
     def _set_threads(self) -> None:
         threads, ranks = self.config.threads, self.config.tensor_parallel
@@ -192,7 +204,7 @@ class DraftWorker:
     @classmethod
     def of(cls, worker: Worker) -> "DraftWorker | None":
         speculation = worker.config.speculation
-        if speculation is None or speculation.draft_model is None:
+        if speculation is None or speculation.method != "draft":
             return None
         return cls(worker, Path(speculation.draft_model))
 

@@ -11,6 +11,7 @@ class Drafter(Protocol):
     """A guess costs time where it is wrong and changes no token: the model itself verifies each."""
 
     name: str
+    reads_hidden: bool  # the runner keeps `RunnerRequest.hidden` for it
 
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms

@@ -35,6 +35,7 @@ class NgramDrafter:
     """
 
     name = "n-gram"
+    reads_hidden = False
 
     def __init__(self) -> None:
         self._texts: dict[str, _Text] = {}
