@@ -70,7 +70,9 @@ LLMQ_INLINE Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 
 // Each lane's sum of four products of an unsigned byte and a signed one.
 LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
-  return _mm512_dpbusd_epi32(sum, u, _mm512_set1_epi32(*x));
+  // The intrinsic, but for GCC 12: where sums fill most registers it copies each to another one and back, every time.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(_mm512_set1_epi32(*x)));
+  return sum;
 }
 
 // 8 inputs: the nibbles of a line as bytes, inputs 0 to 3 and 4 to 7.
