@@ -84,4 +84,10 @@ class ProcessGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise LostPeerError(f"a collective of the ranks failed: {str(error).splitlines()[0]}") from None
+            raise LostPeerError(f"a collective of the ranks failed: {_reason(str(error))}") from None
+
+
+def _reason(said: str) -> str:
+    """Of `[file:line] Connection closed by peer [address]. Advice.` the middle."""
+    first = said.splitlines()[0] if said else "no reason given"
+    return (first.partition("] ")[2] if first.startswith("[") else first).partition(". ")[0]
