@@ -72,7 +72,8 @@ def quantize_fp8(
     scale: as `search_scale` gives it (the default), for instance of several weights that are to share one.
     """
     scale = search_scale(weight, scheme, scale_dtype) if scale is None else scale
-    values = to_e4m3(weight.to(torch.float32) / _spread(scale, scheme, weight.shape))
+    scaled = weight.to(torch.float32) / _spread(scale, scheme, weight.shape)
+    values = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # `to_e4m3`, without a copy
     return QuantizedWeight(scheme, tuple(weight.shape), values, scale.to(scale_dtype), input_scale=input_scale)
 
 

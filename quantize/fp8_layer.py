@@ -52,5 +52,5 @@ def _outcome(stored: QuantizedWeight, original: Tensor, dense: Tensor, inputs: I
             "num_dead_inputs": int((inputs.max_abs == 0).sum()),
             "num_tokens": inputs.num_tokens,
         }
-    weight_error = float(delta.square().sum() / original.square().sum().clamp(min=1e-30))
-    return LinearOutcome(stored, weight_error=weight_error, **measured)
+    moved, size = torch.linalg.vector_norm(delta), torch.linalg.vector_norm(original)
+    return LinearOutcome(stored, weight_error=float((moved / size.clamp(min=1e-15)).square()), **measured)
