@@ -82,6 +82,18 @@ def test_engines_take_turns_and_each_turn_is_kept(bench):
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and b"peer_worker" in _command(pid)]
 
 
+@pytest.mark.skipif(native is None, reason=why_absent)
+def test_who_is_far_behind_at_16_streams_is_left_out_at_64(bench):
+    pieces = bench.work / "pieces"
+    pieces.mkdir()
+    (pieces / "streams-16.llamacpp.0.json").write_text(json.dumps({"error": "it died"}))
+    for row in ("streams-16", "streams-64"):
+        (pieces / f"{row}.llmq.0.json").write_text(json.dumps({"seconds": 1.0, "tokens": 9, "peak_bytes": 2**20}))
+    found = bench("--rows", "streams-16,streams-64", "--turns", "1")
+    assert found["streams-16", "llamacpp"]["error"] == "it died"
+    assert [key for key in found if key[0] == "streams-64"] == [("streams-64", "llmq")]
+
+
 def test_a_peer_far_behind_has_one_turn():
     engines = [one for one in bench_peers.ENGINES if one.name in ("llmq", "llamacpp", "vllm", "transformers")]
     rows = {row.name: row for row in bench_peers.ROWS}
