@@ -44,13 +44,17 @@ def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumeric
 
 
 def _widened_bytes(checkpoint: Checkpoint) -> int:
-    """What integers of other than 4 or 8 bits take on top of their own in kernels that have only those."""
+    """What integers of other than 4 or 8 bits take on top of their own in kernels that have only those, and zero points
+    in fewer than the 8 that they have there."""
     total = 0
     for module in modules_of(checkpoint.tensors.values(), checkpoint.quantization):
         match = re.match(r"int(\d)\b", module.layout)
         if match and module.is_quantized:
             bits = int(match.group(1))
             total += module.num_weights * ((4 if bits <= 4 else 8) - bits) // 8
+            zeros = module.tensors.get("weight_zero_point")
+            if zeros is not None and zeros.dtype == "I32":
+                total += zeros.num_bytes * (8 - bits) // bits
     return total
 
 

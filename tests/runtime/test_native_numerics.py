@@ -73,11 +73,11 @@ def test_of_a_quantized_checkpoint(make_engine, shared):
     assert 1e-3 < distance(logits_of(both), expected) < 6e-2
 
 
-@pytest.mark.parametrize("bits", [2, 3, 6])
-def test_other_bits_run_natively_and_are_counted_as_held(make_engine, tiny_llama, tmp_path, bits):
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (3, False), (4, False), (6, True)])
+def test_any_bits_run_natively_and_are_counted_as_held(make_engine, tiny_llama, tmp_path, bits, symmetric):
     """The packed integers give the logits of their values written out, and take the bytes that were planned with."""
     source = tiny_llama(dtype="bfloat16")
-    scheme = WeightScheme("int", bits, "group", 32, True, None, "pack-quantized")
+    scheme = WeightScheme("int", bits, "group", 32, symmetric, None, "pack-quantized")
     packed, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         packed[name] = plain[name] = tensor
