@@ -44,7 +44,9 @@ def test_three_processes(tmp_path: Path):
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     assert said[1] == ""
-    assert all(text.startswith("a collective of the ranks failed: Connection closed by peer") for text in said[::2])
+    for text in said[::2]:  # in gloo's words, without the file and the advice around them
+        assert text.startswith("a collective of the ranks failed: "), text
+        assert not any(noise in text for noise in (".cc", "GLHF", "Traceback")), text
     inputs, made = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(3)), strict=True)
     # Every rank decides by what it gets, as a router of experts does: they must not differ in the last bit.
     for key in made[0].keys() - {"gathered"}:
