@@ -43,6 +43,7 @@ def representative(target: Target) -> Iterator[Configuration]:
     yield from _attention(target, "int8", BF16, 128, 1)
     yield from _attention(target, "bf16", BF16, 128, 512)
     yield from _attention(target, "fp8", BF16, 128, 512)
+    yield from _attention(target, "int8", BF16, 256, 512, 4096, 30.0)
     yield from _kv_write("int8", BF16, 128)
     yield from _products(target, INT4, BF16, 1, True)
     yield from _products(target, INT4, BF16, 512, True)

@@ -141,12 +141,16 @@ def _attend(
             v = int8_to_fp32(v)
         mixed *= decay[:, None]
         if HAS_SCALES:
-            # Relative to the tile's largest: a weight times a small scale would leave fp16's range.
             scale = bf16_bits_to_fp32(tl.load(value_scales + block * value_scale_block + slot, mask=is_key, other=0))
+        if HAS_SCALES and ROWS <= 16:
+            # The weights are fewer than the values. Relative to the tile's largest scale: a weight times a small one
+            # would leave fp16's range.
             largest = tl.maximum(tl.max(scale, 0), 1e-30)
             weights *= (scale / largest)[None, :]
             mixed += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee") * largest
         else:
+            if HAS_SCALES:
+                v *= scale[:, None]  # a second sum of many rows would not fit in the registers
             mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed, input_precision="ieee")
     mixed = mixed * value_scale / tl.where(total > 0, total, 1.0)[:, None]
     is_number = is_row[:, None] & (dim_v[None, :] < DIM_V)
@@ -292,7 +296,7 @@ def _shape(rows: int, padded_k: int, padded_v: int, dtype: torch.dtype, target: 
     """(keys of a tile, warps, stages): what an architecture's registers and shared memory hold without spilling."""
     wide = max(padded_k, padded_v) > 128 or dtype == torch.float32
     if rows <= 16:
-        return (32, 4, 2) if wide else (64, 4, 3)
-    if target.is_hopper and not wide:
-        return 64, 8, 3
+        return (32, 8, 2) if wide else (64, 4, 3)
+    if target.has_large_tiles and not wide:
+        return 64, 8, 3 if target.is_hopper else 2
     return 32, 8 if wide or rows > 64 else 4, 2
