@@ -299,4 +299,4 @@ def _shape(rows: int, padded_k: int, padded_v: int, dtype: torch.dtype, target: 
         return (32, 8, 2) if wide else (64, 4, 3)
     if target.has_large_tiles and not wide:
         return 64, 8, 3 if target.is_hopper else 2
-    return 32, 8 if wide or rows > 64 else 4, 2
+    return 32, 8 if (wide or rows > 64) and target.backend == "cuda" else 4, 2
