@@ -26,7 +26,6 @@ namespace {
 // std::min and the like may not be inlined, and then be of any object file.
 LLMQ_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 LLMQ_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-LLMQ_INLINE float max(float a, float b) { return a > b ? a : b; }
 
 constexpr int kFewRows = 4;
 constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
@@ -105,12 +104,16 @@ void prepare_row(const PackedWeight& w, const float* x, InputPair* items, float*
   }
 }
 
+// max|x|, or at least 1e-12; NaN where one of x is, so that what it scales is too.
 float largest(const float* x, int64_t count) {
-  Floats most = zero_floats();
+  Floats most = broadcast(1e-12f);
   int64_t k = 0;
-  for (; k + kLane <= count; k += kLane) most = maximum(most, absolute(load_floats(x + k)));
-  float result = maximum_of(most);
-  for (; k < count; k++) result = max(result, __builtin_fabsf(x[k]));
+  for (; k + kLane <= count; k += kLane) most = maximum_or_nan(most, absolute(load_floats(x + k)));
+  float result = maximum_or_nan_of(most);
+  for (; k < count; k++) {
+    const float one = __builtin_fabsf(x[k]);
+    if (one > result || one != one) result = one;
+  }
   return result;
 }
 
@@ -120,12 +123,12 @@ void prepare_row(const PackedWeight& w, Activations activations, const float* x,
   const int64_t groups = w.num_groups();
   const bool by_group = activations.mode == Activations::Mode::int8_group;
   float scale = activations.input_scale;
-  if (!by_group && scale == 0) scale = max(largest(x, w.in_features), 1e-12f) / 127.5f;
+  if (!by_group && scale == 0) scale = largest(x, w.in_features) / 127.5f;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = g * w.group_size, end = g + 1 == groups ? w.padded_in() : first + w.group_size;
     float most = 0;
     if (by_group) {
-      most = max(largest(x + first, end - first), 1e-12f);
+      most = largest(x + first, end - first);
       scale = most / 127;
     }
     // A checkpoint's own rounding is by division; a product costs a tenth of it.

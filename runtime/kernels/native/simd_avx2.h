@@ -30,18 +30,27 @@ LLMQ_INLINE Floats absolute(Floats x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
-LLMQ_INLINE Floats maximum(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+// Of numbers that are not negative, by their bits: a NaN is above all.
+LLMQ_INLINE __m256i maximum_of_bits(__m256 x, __m256 y) {
+  return _mm256_max_epi32(_mm256_castps_si256(x), _mm256_castps_si256(y));
+}
+LLMQ_INLINE Floats maximum_or_nan(Floats x, Floats y) {
+  return {_mm256_castsi256_ps(maximum_of_bits(x.a, y.a)), _mm256_castsi256_ps(maximum_of_bits(x.b, y.b))};
+}
+LLMQ_INLINE float maximum_or_nan_of(Floats x) {
+  const __m256i eight = maximum_of_bits(x.a, x.b);
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xee));
+  const int32_t bits = _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0x55)));
+  float most;
+  memcpy(&most, &bits, 4);
+  return most;
+}
 LLMQ_INLINE float sum_of(Floats x) {
   const __m256 eight = _mm256_add_ps(x.a, x.b);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-LLMQ_INLINE float maximum_of(Floats x) {
-  const __m256 eight = _mm256_max_ps(x.a, x.b);
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
 LLMQ_INLINE __m256 eight_bf16(const uint16_t* p) {

@@ -21,9 +21,17 @@ LLMQ_INLINE Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 LLMQ_INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 LLMQ_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 LLMQ_INLINE Floats absolute(Floats a) { return _mm512_abs_ps(a); }
-LLMQ_INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+// Of numbers that are not negative, by their bits: a NaN is above all.
+LLMQ_INLINE Floats maximum_or_nan(Floats a, Floats b) {
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+LLMQ_INLINE float maximum_or_nan_of(Floats a) {
+  const int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(a));
+  float most;
+  memcpy(&most, &bits, 4);
+  return most;
+}
 LLMQ_INLINE float sum_of(Floats a) { return _mm512_reduce_add_ps(a); }
-LLMQ_INLINE float maximum_of(Floats a) { return _mm512_reduce_max_ps(a); }
 
 LLMQ_INLINE Floats load_bf16(const uint16_t* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

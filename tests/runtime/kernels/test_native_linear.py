@@ -255,3 +255,16 @@ def test_not_a_number_stays_in_its_row(isa):
     clean = [row for row in range(20) if row not in (7, 9)]
     assert bool(made[clean].isfinite().all())
     assert not bool(made[9].isfinite().any())
+
+
+@pytest.mark.parametrize("mode", ["int8_group", "int8_row"])
+@pytest.mark.parametrize("column", [5, 66])  # 66: behind the last whole vector
+def test_not_a_number_stays_in_its_row_when_it_is_rounded(isa, mode, column):
+    linear = NativeLinear(make("int", 4, "group", 40, 70, 0, group_size=32), None)
+    x = input_of(20, 70, 0).contiguous()
+    x[7, column] = float("nan")
+    x[9, column] = float("-inf")
+    made = product(linear, getattr(native.Activations, mode), x, torch.float32)
+    assert bool(made[7].isnan().all())
+    assert not bool(made[9].isfinite().any())
+    assert bool(made[[row for row in range(20) if row not in (7, 9)]].isfinite().all())
