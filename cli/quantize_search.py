@@ -220,5 +220,7 @@ def _keep_report_only(folder: Path) -> None:
     from llmq.quantize.report import REPORT_FILE
 
     for path in folder.iterdir():
-        if path.name != REPORT_FILE:
+        if path.is_dir():  # packed weights, of the engine that proved it
+            shutil.rmtree(path)
+        elif path.name != REPORT_FILE:
             path.unlink()
