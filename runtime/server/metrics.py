@@ -80,7 +80,7 @@ class ServerMetrics:
         self._registry.register(self._engine)
         self._requests = Counter(
             "llmq_requests",
-            "Finished sequences by reason; shed: 429, the SLO was out of reach.",
+            "Finished sequences by reason; 429 of which: shed, the SLO was out of reach; queue_full, --max-queue.",
             ["finish_reason"],
             registry=self._registry,
         )
@@ -107,6 +107,10 @@ class ServerMetrics:
     def observe_finish(self, finish_reason: str, since_arrival_s: float) -> None:
         self._requests.labels(finish_reason).inc()
         self._request_latency.observe(since_arrival_s)
+
+    def count_refused(self, num_sequences: int) -> None:
+        """There was no room in the queue."""
+        self._requests.labels("queue_full").inc(num_sequences)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -163,6 +163,7 @@ class Service:
 
     def _check_room(self, num_sequences: int) -> None:
         if self._capacity is not None and self.num_sequences + num_sequences > self._capacity:
+            self.metrics.count_refused(num_sequences)
             raise ApiError(
                 429,
                 f"{self.num_sequences} sequences are running or waiting and {num_sequences} more would be over the "

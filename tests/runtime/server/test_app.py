@@ -507,6 +507,7 @@ def test_a_full_queue_is_429(serving: Callable):
             assert most <= 5
             assert sorted(answers, key=str) == [(200, None)] * 5 + [(429, "1")] * 25
             assert s.service.num_calls == 0
+            assert 'llmq_requests_total{finish_reason="queue_full"} 25.0' in (await s.http.get("/metrics")).text
 
     run(body())
 
