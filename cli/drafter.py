@@ -20,7 +20,7 @@ def with_drafter(engine: "EngineConfig", draft_model: str | None, draft_quant: s
 
     if draft_model is None and draft_quant is None:
         return engine
-    if engine.speculation.method == "medusa":
+    if engine.speculation.method in ("eagle", "medusa"):
         folder = Path(draft_model)
     elif draft_model is not None:
         with console.progress() as progress:

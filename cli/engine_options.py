@@ -42,8 +42,8 @@ Speculative = Annotated[
     str | None,
     typer.Option(
         help="Guess tokens and verify several in one step: ngram (as the text went on before), draft (as --draft-model "
-        "or --draft-quant says), medusa (heads in the folder --draft-model), or auto: as many as are worth their time, "
-        "by a drafter or else by n-grams. No token changes.",
+        "or --draft-quant says), eagle, medusa (heads in the folder --draft-model), or auto: as many as are worth "
+        "their time, by a drafter or else by n-grams. No token changes.",
         show_default=False,
     ),
 ]
@@ -142,8 +142,8 @@ def speculation(
         if said:
             raise InputError(f"{said[0]}: nothing is guessed without --speculative")
         return None
-    if method not in ("ngram", "draft", "medusa", "auto"):
-        raise InputError(f"--speculative {method}: one of ngram, draft, medusa, auto")
+    if method not in ("ngram", "draft", "eagle", "medusa", "auto"):
+        raise InputError(f"--speculative {method}: one of ngram, draft, eagle, medusa, auto")
     if draft_model is not None and draft_quant is not None:
         raise InputError("--draft-model and --draft-quant exclude each other: give one of them")
     if draft_quant not in (None, "w3", "w4"):
@@ -153,11 +153,11 @@ def speculation(
         raise InputError(f"{said[-1]}: --speculative ngram takes no drafter; use draft or auto")
     if method == "draft" and not has_drafter:
         raise InputError("--speculative draft: by which model? Give --draft-model or --draft-quant w4")
-    if method == "medusa" and draft_model is None:
-        raise InputError("--speculative medusa: by which heads? Give their folder as --draft-model")
+    if method in ("eagle", "medusa") and draft_model is None:
+        raise InputError(f"--speculative {method}: by which heads? Give their folder as --draft-model")
     adaptive = method == "auto"
     return Speculation(
-        method="medusa" if method == "medusa" else "draft" if has_drafter else "ngram",
+        method=method if method != "auto" else "draft" if has_drafter else "ngram",
         num_tokens=num_tokens or (8 if adaptive else 4),
         adaptive=adaptive,
     )

@@ -26,7 +26,9 @@ class RunnerRequest:
         self.score_prompt = new.score_prompt
         self.forks = new.forks  # until the first token is sampled
         self.grammar_state = None  # sampling.grammar_mask's, made when it is first needed
-        self.hidden: torch.Tensor | None = None  # [hidden_size], what its last token was sampled from, for a drafter
+        # For a drafter: final hidden states [num_rows, hidden_size] of its last step, up to what its last token was
+        # sampled from; rows that nobody reads may be unfinished.
+        self.hidden: torch.Tensor | None = None
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
 
     def sampled_as(self) -> "list[RunnerRequest]":
@@ -46,6 +48,12 @@ class RunnerRequest:
             view.token_ids = [*self.token_ids, *draft_token_ids[:count]]
             views.append(view)
         return views
+
+    def shifted(self) -> "RunnerRequest":
+        """As it is without its first token, with the same blocks: each token in the place of the one before it."""
+        view = copy.copy(self)
+        view.token_ids = self.token_ids[1:]
+        return view
 
     def scored_positions(self, item: ScheduledRequest) -> range:
         """Positions of `item` whose logits score a prompt token: that of p is predicted at p - 1."""
@@ -78,6 +86,7 @@ class BatchInputs:
     group_of_layer: list[int]
     # Rows whose hidden states are read after the last layer; None: all. A forward may leave the others unfinished.
     output_rows: torch.Tensor | None = None
+    features: torch.Tensor | None = None  # [num_tokens, hidden_size] beside the tokens, for EAGLE's layer
 
     @classmethod
     def build(

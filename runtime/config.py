@@ -10,8 +10,8 @@ from llmq.profiles.slo import Slo
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are guessed, to be verified several at once."""
 
-    method: Literal["ngram", "draft", "medusa"]
-    draft_model: str | None = None  # with "draft" and "medusa": a resolved local folder
+    method: Literal["ngram", "draft", "eagle", "medusa"]
+    draft_model: str | None = None  # a resolved local folder, but with "ngram"
     num_tokens: int = 4  # guessed at most, for each request and step
     adaptive: bool = False  # only those that are worth their time: see `speculative.policy`
 

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
@@ -103,6 +103,7 @@ class ModelRunner:
         try:
             hidden, sampled = self._forward(items, requests)
             scored = self._score_prompts(items, requests, hidden)
+            self._keep_hidden(items, requests, hidden, sampled)
         except Exception as error:
             if not self._is_alone:
                 raise  # other ranks wait in this very forward: none can begin another
@@ -128,6 +129,8 @@ class ModelRunner:
 
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
         inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
+        if self.drafter is not None and self.drafter.reads_hidden == "all":
+            inputs = replace(inputs, output_rows=None)
         hidden = self.program.forward(inputs)
         rows: list[int] = []  # of `hidden`, from which tokens are sampled:
         copies: list[int] = []  # for so many sequences each,
@@ -157,11 +160,23 @@ class ModelRunner:
             list(itertools.islice(made, 1 + len(request.forks))) if item.samples else []
             for item, request in zip(items, requests, strict=True)
         ]
-        if self.drafter is not None and self.drafter.reads_hidden:
-            for item, request, own, end in zip(items, requests, sampled, inputs.query_start_loc[1:], strict=True):
-                if own and own[0].error is None:
-                    request.hidden = hidden[end - 1 - len(item.draft_token_ids) + len(own[0].token_ids) - 1]
         return hidden, sampled
+
+    def _keep_hidden(
+        self,
+        items: Sequence[ScheduledRequest],
+        requests: Sequence[RunnerRequest],
+        hidden: torch.Tensor,
+        sampled: Sequence[list[RequestResult]],
+    ) -> None:
+        """For a drafter that reads them: without the rows of rejected drafts."""
+        if self.drafter is None or self.drafter.reads_hidden == "nothing":
+            return
+        parts = hidden.split([item.num_scheduled_tokens for item in items])
+        for item, request, rows, own in zip(items, requests, parts, sampled, strict=True):
+            has_tokens = own and own[0].error is None
+            num_rejected = len(item.draft_token_ids) + 1 - len(own[0].token_ids) if has_tokens else 0
+            request.hidden = rows[: len(rows) - num_rejected]
 
     def _score_prompts(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], hidden: torch.Tensor

@@ -31,6 +31,8 @@ from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
 from llmq.runtime.sampling.sampler import Choose, Sampler
 from llmq.runtime.speculative.drafter import Drafter
+from llmq.runtime.speculative.eagle import EagleLoader, EagleModel
+from llmq.runtime.speculative.eagle_drafter import EagleDrafter
 from llmq.runtime.speculative.guesses import Guesser
 from llmq.runtime.speculative.medusa import MedusaDrafter, MedusaHead, load_heads
 from llmq.runtime.speculative.model_drafter import ModelDrafter
@@ -92,7 +94,7 @@ class Worker:
             self._static_scales = self.loader.kv_scales()
         self.model = self.loader.load(self.max_positions)
         if self.drafter is not None:
-            self.drafter.model = self.drafter.loader.load(self.max_positions)
+            self.drafter.load(self.model, self.max_positions)
         is_first = self.collectives is None or self.collectives.rank == 0
         if is_first and (speculation := self.config.speculation) is not None and speculation.method == "medusa":
             sizes = self.architecture.hidden_size, self.architecture.vocab_size
@@ -131,7 +133,7 @@ class Worker:
         layout = rank_layout(self.cached, self.config, self.dtypes)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
         program = self._program(self.model, self.architecture, store)
-        drafter = None if sampler is None else self._make_drafter(store, sampler)
+        drafter = None if sampler is None else self._make_drafter(program, store, sampler)
         return ModelRunner(program, store, sampler, self.device, drafter, is_alone=self.collectives is None)
 
     def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
@@ -152,7 +154,7 @@ class Worker:
             return None
         return self.config.max_num_seqs, self.config.max_model_len or architecture.max_position_embeddings
 
-    def _make_drafter(self, store: KVStore, sampler: Sampler) -> Drafter | None:
+    def _make_drafter(self, base: Program, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:
             return None
         guesser = Guesser(Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
@@ -161,6 +163,8 @@ class Worker:
         if self.drafter is None:
             return NgramDrafter()
         program = self._program(self.drafter.model, self.drafter.architecture, store)
+        if self.drafter.is_head:
+            return EagleDrafter(program, base, store, guesser)
         return ModelDrafter(program, store, guesser)
 
     def _set_threads(self) -> None:
@@ -188,23 +192,31 @@ class DraftWorker:
             raise InputError(
                 "--draft-model: this checkpoint's scales of the KV-cache are not the drafter's; say --kv-dtype bf16"
             )
-        check_vocabulary(worker.checkpoint.path, folder)
+        self.is_head, dtype = config.speculation.method == "eagle", TORCH_DTYPES[worker.dtypes.dtype]
+        self.model: Model | EagleModel | None = None
+        if not self.is_head:
+            check_vocabulary(worker.checkpoint.path, folder)
         self.checkpoint = read_checkpoint(folder)
         self.architecture = self.checkpoint.architecture
-        self.loader = make_loader(
-            self.checkpoint,
-            TORCH_DTYPES[worker.dtypes.dtype],
-            worker.device,
-            config.batch_invariant,
-            worker.numerics,
-            first_layer=worker.architecture.num_layers,
-        )
-        self.model: Model | None = None
+        if self.is_head:
+            self.loader = EagleLoader(self.checkpoint, base=worker.checkpoint, dtype=dtype, device=worker.device)
+        else:
+            self.loader = make_loader(
+                self.checkpoint,
+                dtype,
+                worker.device,
+                config.batch_invariant,
+                worker.numerics,
+                first_layer=worker.architecture.num_layers,
+            )
+
+    def load(self, base: Model, max_positions: int) -> None:
+        self.model = self.loader.load_head(base, max_positions) if self.is_head else self.loader.load(max_positions)
 
     @classmethod
     def of(cls, worker: Worker) -> "DraftWorker | None":
         speculation = worker.config.speculation
-        if speculation is None or speculation.method != "draft":
+        if speculation is None or speculation.method not in ("draft", "eagle"):
             return None
         return cls(worker, Path(speculation.draft_model))
 

@@ -1,7 +1,7 @@
 """Drafter: guesses what requests will say next."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
@@ -11,7 +11,8 @@ class Drafter(Protocol):
     """A guess costs time where it is wrong and changes no token: the model itself verifies each."""
 
     name: str
-    reads_hidden: bool  # the runner keeps `RunnerRequest.hidden` for it
+    # Which rows of `RunnerRequest.hidden` the runner keeps for it: all of a step, or of those that sample the last.
+    reads_hidden: Literal["nothing", "last", "all"]
 
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms

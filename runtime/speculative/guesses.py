@@ -12,6 +12,7 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import DraftTerms
 from llmq.runtime.speculative.drafter import Acceptance
+from llmq.runtime.speculative.pass_price import PassPrice
 
 # Guesses are told apart by the probability that they were drawn with: so many classes from 0 to 1.
 LEVELS = 10
@@ -70,6 +71,12 @@ class Guesser:
         view.score_prompt = False
         view.token_ids = list(request.token_ids if token_ids is None else token_ids)
         return Draft(view, count, Guess(at=len(view.token_ids)))
+
+    def worth_more(self, drafts: Sequence[Draft], price: PassPrice, terms: DraftTerms) -> list[Draft]:
+        """Those of which another guess is worth a pass. It has to be right too: with it, they are right less often."""
+        more = [draft for draft in drafts if draft.wants_more]
+        least = price.least_chance(max(1, len(more)), terms)
+        return [draft for draft in more if draft.chance * self.first_chance >= least]
 
     def learn(self, guess: Guess, token_ids: Sequence[int]) -> int:
         """Compare a guess with what came, and return how many of its tokens were right before one was not."""

@@ -5,7 +5,6 @@ tree that the paper builds of each head's likeliest tokens the likeliest chain i
 """
 
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from llmq.profiles.errors import InputError
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.guesses import Draft, Guesser
-
-_FORGET = 1 / 8
+from llmq.runtime.speculative.pass_price import PassPrice
 
 FILE = "medusa_lm_head.safetensors"
 _LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -87,12 +85,12 @@ class MedusaDrafter:
     product with a matrix as large as the model's own head, for all requests at once."""
 
     name = "Medusa heads"
-    reads_hidden = True
+    reads_hidden = "last"
 
     def __init__(self, heads: Sequence[MedusaHead], guesser: Guesser) -> None:
         self._heads, self._guesser = heads, guesser
         self._drafts: dict[str, Draft] = {}
-        self._head_s = 0.0  # of one head, running mean
+        self._price = PassPrice()
 
     def forget(self, request_id: str) -> None:
         self._drafts.pop(request_id, None)
@@ -117,14 +115,9 @@ class MedusaDrafter:
 
     def _guess(self, drafts: Sequence[Draft], terms: DraftTerms) -> None:
         for head in self._heads:
-            drafts = [one for one in drafts if one.wants_more]
-            price = terms.least_chance
-            if terms.token_s and drafts:
-                price += self._head_s / (len(drafts) * terms.token_s)
-            drafts = [one for one in drafts if one.chance * self._guesser.first_chance >= price]
+            drafts = self._guesser.worth_more(drafts, self._price, terms)
             if not drafts:
                 return
-            began_s = time.perf_counter()
-            self._guesser.add(head(torch.stack([draft.view.hidden for draft in drafts])), drafts, terms)
-            took_s = time.perf_counter() - began_s
-            self._head_s = took_s if not self._head_s else self._head_s + _FORGET * (took_s - self._head_s)
+            with self._price.timed():
+                logits = head(torch.stack([draft.view.hidden[-1] for draft in drafts]))
+                self._guesser.add(logits, drafts, terms)

@@ -1,6 +1,5 @@
 """ModelDrafter: a smaller decoder of the same words says what it would say."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,10 @@ from llmq.runtime.kv_store import KVStore
 from llmq.runtime.programs.base import Program
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.guesses import Draft, Guess, Guesser
+from llmq.runtime.speculative.pass_price import PassPrice
 
 # What it reads at most in a step beside the model's own, of prompts and of texts that it has not followed.
 CATCH_UP_TOKENS = 512
-# Where its first guess has not been worth its time it is asked again after so many steps.
-PROBE_STEPS = 64
-_FORGET = 1 / 8
 
 
 @dataclass
@@ -35,15 +32,14 @@ class ModelDrafter:
     Its K and V behind a prefix hit are taken to be there: where they are not, guesses are worse and no text changes.
     """
 
-    reads_hidden = False
+    reads_hidden = "nothing"
 
     def __init__(self, program: Program, store: KVStore, guesser: Guesser) -> None:
         """`program` runs the drafter over `store`, which is of both."""
         self.name = f"a model by {program.name}"
         self._program, self._store, self._guesser = program, store, guesser
         self._texts: dict[str, _Text] = {}
-        self._pass_s = 0.0  # of one pass over all that are guessed on, running mean
-        self._num_idle = 0
+        self._price = PassPrice()
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
@@ -53,7 +49,7 @@ class ModelDrafter:
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
     ) -> list[list[int]]:
         texts = [self._follow(item, request) for item, request in zip(items, requests, strict=True)]
-        if self._is_worth_it(sum(text.draft.count > 0 for text in texts), terms):
+        if self._price.is_worth_it(sum(text.draft.count > 0 for text in texts), self._guesser.first_chance, terms):
             # Of what is complete and not guessed on, as a beam, nothing is needed.
             followed = [t for t, item in zip(texts, items, strict=True) if item.max_draft_tokens or not item.samples]
             current = self._catch_up(followed, terms)
@@ -79,13 +75,6 @@ class ModelDrafter:
         count = max(0, min(item.max_draft_tokens, text.num_slots - end + 1))
         text.draft = self._guesser.begin(request, count, request.token_ids[:end])
         return text
-
-    def _is_worth_it(self, batch: int, terms: DraftTerms) -> bool:
-        """Whether a first guess for each of `batch` requests repays a pass. What was not is tried again now and then:
-        texts change, and so does the machine."""
-        gain = batch * (self._guesser.first_chance - terms.least_chance) * terms.token_s
-        self._num_idle = 0 if not terms.token_s or gain > self._pass_s else self._num_idle + 1
-        return self._num_idle % PROBE_STEPS == 0
 
     def _catch_up(self, texts: Sequence[_Text], terms: DraftTerms) -> list[_Text]:
         """Compute what is new of each text, as much as one step allows, and return those that can be guessed on."""
@@ -129,16 +118,10 @@ class ModelDrafter:
 
     def _guess_on(self, texts: Sequence[_Text], terms: DraftTerms) -> list[_Text]:
         """Another guess for those that it is worth for; they are returned."""
-        more = [text for text in texts if text.draft.wants_more]
-        price = terms.least_chance
-        if terms.token_s and more:
-            price += self._pass_s / (len(more) * terms.token_s)
-        # What is left is worth less than its own chance: the next guess may be wrong too.
-        more = [text for text in more if text.draft.chance * self._guesser.first_chance >= price]
-        if not more:
-            return []
-        began_s = time.perf_counter()
-        self._extend([(text, 1) for text in more], more, terms)
-        took_s = time.perf_counter() - began_s
-        self._pass_s = took_s if not self._pass_s else self._pass_s + _FORGET * (took_s - self._pass_s)
+        more = self._guesser.worth_more([text.draft for text in texts], self._price, terms)
+        kept = {id(draft) for draft in more}
+        more = [text for text in texts if id(text.draft) in kept]
+        if more:
+            with self._price.timed():
+                self._extend([(text, 1) for text in more], more, terms)
         return more

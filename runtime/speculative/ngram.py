@@ -35,7 +35,7 @@ class NgramDrafter:
     """
 
     name = "n-gram"
-    reads_hidden = False
+    reads_hidden = "nothing"
 
     def __init__(self) -> None:
         self._texts: dict[str, _Text] = {}

@@ -14,7 +14,7 @@ class KnowingDrafter:
     """Guesses what a plain run said, each token right with probability `share`."""
 
     name = "knowing"
-    reads_hidden = False
+    reads_hidden = "nothing"
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, share: float = 1.0) -> None:
         """`texts`: prompt and continuation of every request."""

@@ -68,7 +68,7 @@ def test_random_heads_change_no_token(tiny_llama, make_engine, tmp_path, params)
 class Watcher:
     """Guesses nothing, and notes which hidden state each token was sampled from."""
 
-    name, reads_hidden = "watcher", True
+    name, reads_hidden = "watcher", "last"
 
     def __init__(self) -> None:
         self.seen: dict[str, list[torch.Tensor]] = {}
@@ -76,7 +76,7 @@ class Watcher:
     def propose(self, items, requests, terms):
         for item, request in zip(items, requests, strict=True):
             if item.samples:
-                self.seen.setdefault(request.request_id, []).append(request.hidden.clone())
+                self.seen.setdefault(request.request_id, []).append(request.hidden[-1].clone())
         return [[] for _ in items]
 
     def forget(self, request_id: str) -> None:
