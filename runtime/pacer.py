@@ -44,7 +44,10 @@ class Pacer:
             scheduler.abort(late.request.request_id)
             outputs += [self._shed(name, late) for name in late.request.names]
         policy = self._most if self.slo is None else self.slo.next_step(scheduler)
-        scheduler.policy = policy if self._drafts is None else self._drafts.next_step(policy, scheduler)
+        has_room = policy.max_num_batched_tokens == self._most.max_num_batched_tokens  # for no prompt waits
+        if self._drafts is not None and has_room:
+            policy = self._drafts.next_step(policy, scheduler)
+        scheduler.policy = policy
         return outputs
 
     def end_step(self, plan: SchedulerOutput, draft_s: float = 0.0, *, goes_on: bool) -> None:

@@ -72,6 +72,7 @@ class SloPolicy:
             self.most,
             max_num_seqs=max(1, len(scheduler.running) + self._admissible(scheduler, waiting)),
             max_num_batched_tokens=budget,
+            drafts=DraftTerms() if budget < self.most.max_num_batched_tokens else self.most.drafts,  # prompts need it
         )
 
     def most_decodes(self, context: int) -> int:

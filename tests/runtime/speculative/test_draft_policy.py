@@ -3,7 +3,7 @@
 import pytest
 from drafters import KnowingDrafter, use
 from engine_driver import greedy, run_all
-from paced_scheduler import LAYOUT
+from paced_scheduler import LAYOUT, MOST, Served
 
 from llmq.profiles.step_cost import StepCost, StepCostModel
 from llmq.runtime.config import Speculation
@@ -78,3 +78,17 @@ def test_adaptive_speculation_in_an_engine_changes_no_token(tiny_llama, make_eng
     made = run_all(use(engine, drafter), given, greedy(60))
     assert [one.token_ids for one in made] == [one.token_ids for one in plain]
     assert engine.stats().draft_tokens > 0
+
+
+def test_under_an_slo_nothing_is_guessed_while_a_prompt_waits_for_its_part_of_the_step():
+    served = Served("tpot=60ms")
+    drafts = DraftPolicy(8, served.policy.model)
+    pacer = Pacer(served.policy.model, MOST, lambda: 0.0, slo=served.policy, drafts=drafts)
+    served.add("a", 8)
+    served.step()
+    pacer.begin_step(served.scheduler)
+    assert served.scheduler.policy.drafts.num_tokens == 8
+    served.add("b", 2000)
+    pacer.begin_step(served.scheduler)
+    assert served.scheduler.policy.max_num_batched_tokens < MOST.max_num_batched_tokens
+    assert served.scheduler.policy.drafts.num_tokens == 0
