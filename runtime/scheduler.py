@@ -206,14 +206,15 @@ class Scheduler:
         self.num_accepted_tokens += num_accepted
         return num_drafts - num_accepted
 
-    def _max_draft_tokens(self, request: Request) -> int:
-        """How many drafts its next step can verify: it ends with a token that is none. A beam is not guessed."""
+    def _max_draft_tokens(self, request: Request, num_drafts: int) -> int:
+        """How many drafts its next step can verify where all `num_drafts` of this one are right: a step ends with a
+        token that is none, and none is beyond the request's end. A beam is not guessed."""
         if not self.policy.drafts.num_tokens or request.search is not None:
             return 0
         left = min(
             request.sampling_params.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
         )
-        return max(0, min(self.policy.drafts.num_tokens, left - 2))  # one comes in this step
+        return max(0, min(self.policy.drafts.num_tokens, left - (num_drafts + 1) - 1))
 
     def _fail(self, request: Request, error: str) -> list[RequestOutput]:
         names = request.names
@@ -363,7 +364,7 @@ class Scheduler:
                     first_block=first_block,
                     block_ids=block_ids,
                     draft_token_ids=request.draft_token_ids[: max(0, num_drafts)],
-                    max_draft_tokens=self._max_draft_tokens(request) if samples else 0,
+                    max_draft_tokens=self._max_draft_tokens(request, num_drafts) if samples else 0,
                 )
             )
             num_tokens += num_new

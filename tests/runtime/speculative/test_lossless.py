@@ -57,6 +57,21 @@ def test_a_perfect_drafter_saves_the_steps_that_it_can(tiny_llama, make_engine):
     assert engine.stats().num_steps == 1 + 8  # one token, then eight times four drafts and one more
 
 
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_a_text_ends_at_the_models_context_and_no_position_is_beyond_it(tiny_llama, make_engine, k):
+    folder, given = tiny_llama(), prompts(8)
+    plain = run_all(make_engine(folder, max_model_len=48), given, greedy(100))
+    assert {one.finish_reason for one in plain} == {"length"}
+    drafter = Speculation(method="draft", num_tokens=k, draft_model=str(folder))
+    for speculation in (None, drafter):
+        engine = make_engine(
+            folder, max_model_len=48, speculation=speculation or Speculation(method="ngram", num_tokens=k)
+        )
+        if speculation is None:
+            use(engine, KnowingDrafter([[*p, *one.token_ids] for p, one in zip(given, plain, strict=True)], VOCAB, 1.0))
+        assert everything(run_all(engine, given, greedy(100))) == everything(plain)
+
+
 SETTINGS = {
     "sampled": {"temperature": 1.0, "seed": 7},
     "top-p, min-p": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": 8},
