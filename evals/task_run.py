@@ -1,7 +1,10 @@
 """Runs lm-eval tasks on an EngineLM: lm-eval's own prompts and metrics, our engine's scores."""
 
 import logging
+import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ _FEWSHOT_SEED = 1234
 _RANDOM_SEED = 0
 
 _STDERR = "_stderr"
+_NO_POOL = "DISABLE_MULTIPROC"  # read by lm-eval
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,31 @@ def evaluate_tasks(
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     random.seed(_RANDOM_SEED)
     np.random.seed(_FEWSHOT_SEED)
-    return evaluator.evaluate(
-        lm,
-        {"tasks": loaded.tasks, "groups": loaded.groups},
-        limit=limit,
-        apply_chat_template=apply_chat_template,
-        fewshot_as_multiturn=apply_chat_template,
-        bootstrap_iters=1000,
-    )
+    with _in_this_process():
+        return evaluator.evaluate(
+            lm,
+            {"tasks": loaded.tasks, "groups": loaded.groups},
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=apply_chat_template,
+            bootstrap_iters=1000,
+        )
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """lm-eval resamples in a pool of forked processes, which it ends by SIGTERM. One that is told so while it starts
+    may drop the SystemExit of our handler, for hooks after a fork raise nothing, and is then waited for for ever.
+    """
+    before = os.environ.get(_NO_POOL)
+    os.environ[_NO_POOL] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_POOL]
+        else:
+            os.environ[_NO_POOL] = before
 
 
 def _check_few_shot(task: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import socket
 
 import pytest
@@ -126,6 +127,19 @@ def test_texts_have_lm_eval_s_perplexities_and_each_a_likelihood_of_its_own(lm, 
     assert values["bits_per_byte"] == pytest.approx(math.log2(values["byte_perplexity"]))
     num_words = sum(len(text.split()) for text in texts)
     assert values["word_perplexity"] == pytest.approx(math.exp(-total / num_words))
+
+
+def test_standard_errors_are_resampled_without_forked_processes(lm, tmp_path, monkeypatch):
+    """A pool of them is ended by a signal, which a process of ours that has just been forked does not always die of."""
+    monkeypatch.setattr("multiprocessing.Pool", lambda *_: pytest.fail("forked"))
+    rows = [
+        {"context": "He does not care about", "continuation": "signs"},
+        {"context": "They care about the", "continuation": "value"},
+    ]
+    (tmp_path / "lambada_openai.test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    scores = run_tasks(lm, load_named_tasks(["lambada_openai"], tmp_path)).scores
+    assert {score.metric: score.stderr > 0 for score in scores}["perplexity"]
+    assert "DISABLE_MULTIPROC" not in os.environ
 
 
 def test_limit_few_shot_and_chat_template_reach_the_prompts(lm, tmp_path):
