@@ -94,7 +94,7 @@ def test_a_pool_that_runs_dry_loses_guesses_and_no_token(tiny_llama, make_engine
 
 
 def test_a_long_prompt_is_followed_in_pieces(tiny_llama, make_engine, monkeypatch):
-    monkeypatch.setattr("llmq.runtime.speculative.model_drafter.CATCH_UP_TOKENS", 16)
+    monkeypatch.setattr("llmq.runtime.speculative.pass_drafter.CATCH_UP_TOKENS", 16)
     folder, given = tiny_llama(), [prompts(1, 200)[0] * 8, *prompts(3)]
     given[0] = given[0][:150]
     plain = run_all(make_engine(folder), given, greedy(40))

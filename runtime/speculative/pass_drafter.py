@@ -1,0 +1,79 @@
+"""PassDrafter: what drafters with layers of their own have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.kv_store import KVStore
+from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
+from llmq.runtime.speculative.guesses import Draft, Guesser
+from llmq.runtime.speculative.pass_price import PassPrice
+
+# What a drafter reads at most in a step beside the model's own, of prompts and of texts that it has not followed.
+CATCH_UP_TOKENS = 512
+
+
+@dataclass
+class Followed:
+    """A request as its drafter knows it."""
+
+    num_computed: int  # positions whose K and V are in the drafter's layers
+    num_slots: int = 0  # for them, from position 0 on
+    draft: Draft | None = None
+
+
+Text = TypeVar("Text", bound=Followed)
+
+
+class PassDrafter(ABC, Generic[Text]):
+    """Its layers keep K and V in the blocks of the requests themselves, behind the model's: one block table, one prefix
+    cache, one admission. After a step it computes what is new of the texts, then a guess at a time for all of them.
+
+    Its K and V behind a prefix hit are taken to be there: where they are not, guesses are worse and no text changes.
+    """
+
+    def __init__(self, store: KVStore, guesser: Guesser) -> None:
+        """`store` is the model's and the drafter's."""
+        self._store, self._guesser, self._price = store, guesser, PassPrice()
+        self._texts: dict[str, Text] = {}
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    @torch.inference_mode()
+    def propose(
+        self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
+    ) -> list[list[int]]:
+        texts = [self._follow(item, request) for item, request in zip(items, requests, strict=True)]
+        if self._price.is_worth_it(sum(text.draft.count > 0 for text in texts), self._guesser.first_chance, terms):
+            # Of what is complete and not guessed on, as a beam, nothing is needed.
+            followed = [t for t, item in zip(texts, items, strict=True) if item.max_draft_tokens or not item.samples]
+            current = self._catch_up(followed, terms)
+            while current := self._worth_more(current, terms):
+                with self._price.timed():
+                    self._guess(current, terms)
+        return [text.draft.worth for text in texts]
+
+    @abstractmethod
+    def _follow(self, item: ScheduledRequest, request: RunnerRequest) -> Text:
+        """A request as it is after its step, with a draft to be filled."""
+
+    @abstractmethod
+    def _catch_up(self, texts: Sequence[Text], terms: DraftTerms) -> list[Text]:
+        """Compute what is new of each text, as much as one step allows; guess once where that is all."""
+
+    @abstractmethod
+    def _guess(self, texts: Sequence[Text], terms: DraftTerms) -> None:
+        """Another guess for each."""
+
+    def _worth_more(self, texts: Sequence[Text], terms: DraftTerms) -> list[Text]:
+        kept = {id(draft) for draft in self._guesser.worth_more([text.draft for text in texts], self._price, terms)}
+        return [text for text in texts if id(text.draft) in kept]
+
+    def _num_slots(self, request: RunnerRequest) -> int:
+        groups = self._store.layout.groups
+        return min(len(ids) * group.block_tokens for ids, group in zip(request.block_ids, groups, strict=True))
