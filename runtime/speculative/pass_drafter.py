@@ -64,7 +64,7 @@ class PassDrafter(ABC, Generic[Text]):
 
     @abstractmethod
     def _catch_up(self, texts: Sequence[Text], terms: DraftTerms) -> list[Text]:
-        """Compute what is new of each text, as much as one step allows; guess once where that is all."""
+        """Compute what is new of each text, as much as one step allows. Returned: whom that completes, with a guess."""
 
     @abstractmethod
     def _guess(self, texts: Sequence[Text], terms: DraftTerms) -> None:
