@@ -12,7 +12,11 @@ from llmq.runtime.sampling_params import SamplingParams
 
 name, model, streams = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 16
 config = EngineConfig(
-    model=str(find_model(model, keep_blocks=True)), max_num_seqs=streams, threads=2, enable_prefix_caching=False
+    model=str(find_model(model, keep_blocks=True)),
+    max_num_seqs=streams,
+    threads=2,
+    enable_prefix_caching=False,
+    activations="int8" if name == "llmq-int8" else "auto",
 )
 engine = Engine.from_config(config)
 
