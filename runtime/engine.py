@@ -232,23 +232,23 @@ def _build(config: EngineConfig) -> Engine:
     else:
         executor, plan = RankExecutor.start(worker, collectives, plan, sampler)
         weight_bytes = executor.weight_bytes
+    adapts = speculation is not None and speculation.adaptive
     policy = StepPolicy(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        drafts=DraftTerms(num_tokens=speculation.num_tokens if speculation is not None and not adapts else 0),
         num_lookahead_tokens=speculation.num_tokens if worker.drafter is not None else 0,
     )
     pacer = slo_policy = draft_policy = pace = None
-    if config.slo is not None or (speculation is not None and speculation.adaptive):
+    if config.slo is not None or adapts:
         trial = run_trial(executor, plan, vocab_size, policy)
         step_costs = StepCostModel(trial.cost)
         if config.slo is not None:
             slo_policy = slo_policy_of(config.slo, policy, trial, step_costs)
             pace = pace_of(slo_policy, trial, plan.max_model_len)
-        if speculation is not None:
+        if adapts:
             draft_policy = DraftPolicy(speculation.num_tokens, step_costs)
         pacer = Pacer(step_costs, policy, time.monotonic, slo=slo_policy, drafts=draft_policy)
-    elif speculation is not None:
-        policy = msgspec.structs.replace(policy, drafts=DraftTerms(num_tokens=speculation.num_tokens))
     info = EngineInfo(
         model=config.model,
         vocab_size=vocab_size,

@@ -64,6 +64,8 @@ class Worker:
             self.numerics,
             collectives,
         )
+        if config.slo is not None and config.speculation is not None and config.speculation.draft_model is not None:
+            raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
         self.drafter = DraftWorker.of(self)
         self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)
         self.model: Model | None = None
@@ -186,8 +188,6 @@ class DraftWorker:
         config = worker.config
         if config.tensor_parallel > 1:
             raise InputError(f"--draft-model: a drafter runs on one rank, not with --tp {config.tensor_parallel}")
-        if config.slo is not None:
-            raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
         if worker.dtypes.has_static_kv_scales:
             raise InputError(
                 "--draft-model: this checkpoint's scales of the KV-cache are not the drafter's; say --kv-dtype bf16"

@@ -5,6 +5,8 @@ from drafters import KnowingDrafter, use
 from engine_driver import greedy, run_all
 from paced_scheduler import LAYOUT, MOST, Served
 
+from llmq.profiles.errors import InputError
+from llmq.profiles.slo import Slo
 from llmq.profiles.step_cost import StepCost, StepCostModel
 from llmq.runtime.config import Speculation
 from llmq.runtime.kv_manager import KVCacheManager
@@ -92,3 +94,22 @@ def test_under_an_slo_nothing_is_guessed_while_a_prompt_waits_for_its_part_of_th
     pacer.begin_step(served.scheduler)
     assert served.scheduler.policy.max_num_batched_tokens < MOST.max_num_batched_tokens
     assert served.scheduler.policy.drafts.num_tokens == 0
+
+
+def test_under_an_slo_a_fixed_number_is_guessed_as_asked(tiny_llama, make_engine):
+    folder, given = tiny_llama(), [[5 + index, 9, 13, 5 + index, 9] for index in range(3)]
+    plain = run_all(make_engine(folder), given, greedy(40))
+    speculation = Speculation(method="ngram", num_tokens=3)
+    engine = make_engine(folder, speculation=speculation, slo=Slo.parse("tpot=10s"))
+    assert engine.scheduler.policy.drafts == DraftTerms(num_tokens=3)
+    texts = [[*prompt, *one.token_ids] for prompt, one in zip(given, plain, strict=True)]
+    made = run_all(use(engine, KnowingDrafter(texts, 512)), given, greedy(40))
+    assert [one.token_ids for one in made] == [one.token_ids for one in plain]
+    assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0
+
+
+def test_heads_and_models_that_guess_are_refused_under_an_slo(tiny_llama, make_engine, tmp_path):
+    for method in ("draft", "eagle", "medusa"):
+        speculation = Speculation(method=method, draft_model=str(tmp_path))
+        with pytest.raises(InputError, match="--slo does not plan for what a drafter takes"):
+            make_engine(tiny_llama(), speculation=speculation, slo=Slo.parse("tpot=10s"))
