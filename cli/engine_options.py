@@ -41,9 +41,9 @@ TensorParallel = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        help="Guess tokens and verify several in one step: ngram (as the text went on before), draft (as --draft-model "
-        "or --draft-quant says), eagle, medusa (heads in the folder --draft-model), or auto: as many as are worth "
-        "their time, by a drafter or else by n-grams. No token changes.",
+        help="Guess tokens, verify several in one step: ngram (as the text went on before), draft (by --draft-model, "
+        "--draft-quant or --draft-layers), eagle, medusa (heads in the folder --draft-model), or auto: as many as "
+        "are worth their time, by a drafter or else by n-grams. No token changes.",
         show_default=False,
     ),
 ]
@@ -61,6 +61,14 @@ DraftQuant = Annotated[
     str | None,
     typer.Option(
         help="A copy of the model in 3 or 4 bits guesses for it: w3 or w4. Made once, without calibration, and cached.",
+        show_default=False,
+    ),
+]
+DraftLayers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="So many first layers of the model, with its head, guess for all: no more memory.",
         show_default=False,
     ),
 ]
@@ -131,12 +139,17 @@ def check_word(flag: str, word: str) -> None:
 
 
 def speculation(
-    method: str | None, num_tokens: int | None, draft_model: str | None, draft_quant: str | None
+    method: str | None,
+    num_tokens: int | None,
+    draft_model: str | None,
+    draft_quant: str | None,
+    draft_layers: int | None,
 ) -> "Speculation | None":
     """Without the drafter's folder, which is not found yet. Raises InputError."""
     from llmq.runtime.config import Speculation
 
-    given = {"--num-speculative-tokens": num_tokens, "--draft-model": draft_model, "--draft-quant": draft_quant}
+    drafters = {"--draft-model": draft_model, "--draft-quant": draft_quant, "--draft-layers": draft_layers}
+    given = {"--num-speculative-tokens": num_tokens, **drafters}
     said = [f"{name} {value}" for name, value in given.items() if value is not None]
     if method is None:
         if said:
@@ -144,20 +157,21 @@ def speculation(
         return None
     if method not in ("ngram", "draft", "eagle", "medusa", "auto"):
         raise InputError(f"--speculative {method}: one of ngram, draft, eagle, medusa, auto")
-    if draft_model is not None and draft_quant is not None:
-        raise InputError("--draft-model and --draft-quant exclude each other: give one of them")
+    chosen = [name for name, value in drafters.items() if value is not None]
+    if len(chosen) > 1:
+        raise InputError(f"{chosen[0]} and {chosen[1]} exclude each other: give one of them")
     if draft_quant not in (None, "w3", "w4"):
         raise InputError(f"--draft-quant {draft_quant}: one of w3, w4")
-    has_drafter = draft_model is not None or draft_quant is not None
-    if method == "ngram" and has_drafter:
+    if method == "ngram" and chosen:
         raise InputError(f"{said[-1]}: --speculative ngram takes no drafter; use draft or auto")
-    if method == "draft" and not has_drafter:
+    if method == "draft" and not chosen:
         raise InputError("--speculative draft: by which model? Give --draft-model or --draft-quant w4")
     if method in ("eagle", "medusa") and draft_model is None:
         raise InputError(f"--speculative {method}: by which heads? Give their folder as --draft-model")
     adaptive = method == "auto"
     return Speculation(
-        method=method if method != "auto" else "draft" if has_drafter else "ngram",
+        method=method if method != "auto" else "draft" if chosen else "ngram",
         num_tokens=num_tokens or (8 if adaptive else 4),
         adaptive=adaptive,
+        draft_layers=draft_layers,
     )

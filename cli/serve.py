@@ -55,6 +55,7 @@ def serve(
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     draft_model: options.DraftModel = None,
     draft_quant: options.DraftQuant = None,
+    draft_layers: options.DraftLayers = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="On a GPU: compute every step as it comes, in no CUDA graph.")
     ] = False,
@@ -156,7 +157,7 @@ def serve(
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),
-        speculation=options.speculation(speculative, num_speculative_tokens, draft_model, draft_quant),
+        speculation=options.speculation(speculative, num_speculative_tokens, draft_model, draft_quant, draft_layers),
         threads=threads,
         tensor_parallel=tp,
     )

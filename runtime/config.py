@@ -11,7 +11,10 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are guessed, to be verified several at once."""
 
     method: Literal["ngram", "draft", "eagle", "medusa"]
-    draft_model: str | None = None  # a resolved local folder, but with "ngram"
+    # Who guesses with "draft": a resolved local folder, or so many first layers of the model itself. The others but
+    # "ngram" have a folder.
+    draft_model: str | None = None
+    draft_layers: int | None = None
     num_tokens: int = 4  # guessed at most, for each request and step
     adaptive: bool = False  # only those that are worth their time: see `speculative.policy`
 

@@ -237,7 +237,7 @@ def _build(config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         drafts=DraftTerms(num_tokens=speculation.num_tokens if speculation is not None and not adapts else 0),
-        num_lookahead_tokens=speculation.num_tokens if worker.drafter is not None else 0,
+        num_lookahead_tokens=worker.num_lookahead_tokens,
     )
     pacer = slo_policy = draft_policy = pace = None
     if config.slo is not None or adapts:

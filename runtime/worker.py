@@ -8,6 +8,7 @@ import torch
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
+from llmq.profiles.families import FAMILIES
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
@@ -35,7 +36,7 @@ from llmq.runtime.speculative.eagle import EagleLoader, EagleModel
 from llmq.runtime.speculative.eagle_drafter import EagleDrafter
 from llmq.runtime.speculative.guesses import Guesser
 from llmq.runtime.speculative.medusa import MedusaDrafter, MedusaHead, load_heads
-from llmq.runtime.speculative.model_drafter import ModelDrafter
+from llmq.runtime.speculative.model_drafter import FirstLayersDrafter, ModelDrafter
 from llmq.runtime.speculative.ngram import NgramDrafter
 from llmq.runtime.speculative.vocabulary import check_vocabulary
 
@@ -64,9 +65,10 @@ class Worker:
             self.numerics,
             collectives,
         )
-        if config.slo is not None and config.speculation is not None and config.speculation.draft_model is not None:
+        if config.slo is not None and config.speculation is not None and config.speculation.method != "ngram":
             raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
         self.drafter = DraftWorker.of(self)
+        self._check_draft_layers()
         self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)
         self.model: Model | None = None
         self._medusa_heads: list[MedusaHead] = []
@@ -156,12 +158,34 @@ class Worker:
             return None
         return self.config.max_num_seqs, self.config.max_model_len or architecture.max_position_embeddings
 
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind a request's tokens that its drafter writes to."""
+        speculation = self.config.speculation
+        writes = self.drafter is not None or (speculation is not None and speculation.draft_layers is not None)
+        return speculation.num_tokens if writes else 0
+
+    def _check_draft_layers(self) -> None:
+        speculation, most = self.config.speculation, self.architecture.num_layers - 1
+        if speculation is None or (count := speculation.draft_layers) is None:
+            return
+        if not 1 <= count <= most:
+            raise InputError(f"--draft-layers {count}: 1 to {most} of this model's {most + 1} layers can guess for all")
+        if self.architecture.family is None:
+            raise InputError(
+                f"--draft-layers: model_type {self.architecture.model_type!r} runs by transformers' own code, which "
+                f"ends with its last layer ({', '.join(FAMILIES)} can end before)"
+            )
+
     def _make_drafter(self, base: Program, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:
             return None
         guesser = Guesser(Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
         if self.config.speculation.method == "medusa":
             return MedusaDrafter(self._medusa_heads, guesser)
+        if (num_layers := self.config.speculation.draft_layers) is not None:
+            program = self._program(self.model.first_layers(num_layers), self.architecture, store)
+            return FirstLayersDrafter(program, store, guesser, num_layers)
         if self.drafter is None:
             return NgramDrafter()
         program = self._program(self.drafter.model, self.drafter.architecture, store)
@@ -216,7 +240,7 @@ class DraftWorker:
     @classmethod
     def of(cls, worker: Worker) -> "DraftWorker | None":
         speculation = worker.config.speculation
-        if speculation is None or speculation.method not in ("draft", "eagle"):
+        if speculation is None or speculation.method not in ("draft", "eagle") or speculation.draft_model is None:
             return None
         return cls(worker, Path(speculation.draft_model))
 

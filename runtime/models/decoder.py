@@ -104,6 +104,19 @@ class Decoder:
     def rotations(self) -> frozenset[str]:
         return frozenset(rope.name for rope in self.ropes)
 
+    def first_layers(self, num_layers: int) -> "Decoder":
+        """The decoder that ends after `num_layers` layers, with the same norm and head; all weights are shared."""
+        return Decoder(
+            embedding=self.embedding,
+            embedding_scale=self.embedding_scale,
+            blocks=self.blocks[: 2 * num_layers],
+            final_norm=self.final_norm,
+            head=self.head,
+            ropes=self.ropes,
+            dense_weights=self.dense_weights,
+            vocabulary=self.vocabulary,
+        )
+
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm; of other rows than `inputs.output_rows` what
         they were before the last MLP, which nobody reads."""

@@ -1,4 +1,8 @@
-"""ModelDrafter: a smaller decoder of the same words says what it would say."""
+"""ModelDrafter: a smaller decoder of the same words says what it would say. Its first layers may be that decoder.
+
+Drafting by the first layers of the model itself: Elhoushi et al. 2024, LayerSkip (arXiv 2404.16710), and Zhang et al.
+2023, Draft & Verify (arXiv 2309.08168).
+"""
 
 from collections.abc import Sequence
 
@@ -78,3 +82,22 @@ class ModelDrafter(PassDrafter[Followed]):
         rows = [end - 1 for end, step in zip(inputs.query_start_loc[1:], steps, strict=True) if step.samples]
         logits = self._program.logits(hidden[torch.tensor(rows, device=hidden.device)])
         self._guesser.add(logits, [text.draft for text in guessed], terms)
+
+
+class FirstLayersDrafter(ModelDrafter):
+    """The first layers of the model itself, with its final norm and head.
+
+    Their K and V of a text are those that the model has computed, so there is nothing to catch up with, and no block
+    more. Those of the last token and of guesses go to the slots where the next step writes them again before it reads
+    any: what drafting leaves there is never attended to by the model, nor in a block that the prefix cache knows.
+    """
+
+    def __init__(self, program: Program, store: KVStore, guesser: Guesser, num_layers: int) -> None:
+        """`program` runs the first `num_layers` layers of the model over `store`."""
+        super().__init__(program, store, guesser)
+        self.name = f"its first {num_layers} layers by {program.name}"
+
+    def _follow(self, item: ScheduledRequest, request: RunnerRequest) -> Followed:
+        text = super()._follow(item, request)
+        text.num_computed = len(text.draft.view.token_ids) - (1 if item.samples else 0)
+        return text

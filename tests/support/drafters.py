@@ -1,13 +1,19 @@
 """Drafters that are right as often as a test wants, and what runs with and without them are compared by."""
 
+import json
 import random
+import shutil
 from collections.abc import Sequence
 
 from engine_driver import Collected
 
 from llmq.runtime.batch import RunnerRequest
+from llmq.runtime.config import Speculation
 from llmq.runtime.engine import Engine
+from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
+
+SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
 
 
 class KnowingDrafter:
@@ -53,3 +59,24 @@ def prompts(count: int, longest: int = 30) -> list[list[int]]:
 
 def everything(made: list[Collected]) -> list[tuple]:
     return [(one.token_ids, one.finish_reason, one.error, [e.token_id for e in one.logprobs]) for one in made]
+
+
+def guided(make_engine, folder, drafter, k: int = 4, *, adaptive: bool = False, **changes):
+    speculation = Speculation(method="draft", num_tokens=k, draft_model=str(drafter), adaptive=adaptive)
+    return make_engine(folder, speculation=speculation, **changes)
+
+
+def first_layers(folder, count: int):
+    """A copy with the first layers only."""
+    from safetensors.torch import load_file, save_file
+
+    made = folder.parent / f"{folder.name}-first-{count}"
+    if not made.exists():
+        shutil.copytree(folder, made)
+        config = json.loads((made / "config.json").read_text())
+        config["num_hidden_layers"] = count
+        (made / "config.json").write_text(json.dumps(config))
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: t for name, t in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < count}
+        save_file(kept, made / "model.safetensors", {"format": "pt"})
+    return made

@@ -4,19 +4,11 @@ import json
 import shutil
 
 import pytest
-from drafters import everything, prompts
+from drafters import SAMPLED, everything, first_layers, guided, prompts
 from engine_driver import force_preemption, greedy, run_all
 
 from llmq.profiles.errors import InputError
-from llmq.runtime.config import Speculation
 from llmq.runtime.sampling_params import SamplingParams
-
-SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
-
-
-def guided(make_engine, folder, drafter, k: int = 4, *, adaptive: bool = False, **changes):
-    speculation = Speculation(method="draft", num_tokens=k, draft_model=str(drafter), adaptive=adaptive)
-    return make_engine(folder, speculation=speculation, **changes)
 
 
 @pytest.mark.parametrize("params", [greedy(24), SAMPLED], ids=["greedy", "sampled"])
@@ -66,22 +58,6 @@ def test_part_of_the_layers_is_right_more_often_than_by_chance(tiny_llama, make_
     run_all(engine, prompts(20), greedy(30))
     stats = engine.stats()
     assert stats.accepted_draft_tokens > 10 * stats.draft_tokens / 512
-
-
-def first_layers(folder, count: int):
-    """A copy with the first layers only."""
-    from safetensors.torch import load_file, save_file
-
-    made = folder.parent / f"{folder.name}-first-{count}"
-    if not made.exists():
-        shutil.copytree(folder, made)
-        config = json.loads((made / "config.json").read_text())
-        config["num_hidden_layers"] = count
-        (made / "config.json").write_text(json.dumps(config))
-        tensors = load_file(folder / "model.safetensors")
-        kept = {name: t for name, t in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < count}
-        save_file(kept, made / "model.safetensors", {"format": "pt"})
-    return made
 
 
 def test_a_pool_that_runs_dry_loses_guesses_and_no_token(tiny_llama, make_engine):
