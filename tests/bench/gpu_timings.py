@@ -1,8 +1,11 @@
 """What `bench_gpu.py` times: each function makes its data on the device, and one Row of it."""
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +71,20 @@ FULL = Sizes(
 )
 
 
+TINY = Sizes(
+    decode=[(1, 40), (3, 17)],
+    prefill=[(20, 0), (5, 30)],
+    weights=[(64, 256)],
+    rows=[1, 20],
+    heads=(4, 2, 16),
+    vocab_size=300,
+    experts=(3, 64, 128),
+    matmul=16,
+    sampled_rows=2,
+    copy_bytes=1 << 10,
+)
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where it runs, and how time is taken there."""
@@ -79,6 +96,8 @@ class Machine:
     clock: Callable[[], float] = time.monotonic
     dtype: torch.dtype = torch.bfloat16
     min_bytes: int = MIN_BYTES
+    decode_s: float = 1.0  # that the steps of one row of a whole model take
+    kv_cache_bytes: int | None = None  # of a whole model; None: what is left
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,19 @@ def cuda_machine() -> Machine:
     return Machine(device, torch.cuda.get_device_name(), seconds_of, lambda: torch.cuda.mem_get_info()[0])
 
 
+def interpreting_machine(**changes: Any) -> Machine:
+    """A CPU on which Triton interprets its kernels: everything runs, and no time means anything."""
+
+    def seconds_of(call: Callable[[int], None], copies: int) -> float:
+        begin = time.perf_counter()
+        for copy in range(copies):
+            call(copy)
+        return (time.perf_counter() - begin) / copies
+
+    few = {"dtype": torch.float32, "min_bytes": 1, "decode_s": 0.0, "kv_cache_bytes": 8 << 20}
+    return Machine(torch.device("cpu"), "a CPU, interpreting", seconds_of, lambda: 1 << 30, **{**few, **changes})
+
+
 def measure_peaks(machine: Machine, sizes: Sizes) -> Peaks:
     bytes_of = torch.empty(2, sizes.copy_bytes, dtype=torch.uint8, device=machine.device)
     copy_s = machine.seconds_of(lambda _: bytes_of[0].copy_(bytes_of[1]), 1)
@@ -137,51 +169,72 @@ def measure_peaks(machine: Machine, sizes: Sizes) -> Peaks:
     return Peaks(2 * sizes.copy_bytes / copy_s, 2 * sizes.matmul**3 / product_s)
 
 
-def timings(machine: Machine, sizes: Sizes, peaks: Peaks) -> Iterator[Callable[[], Row]]:
-    """Each is one row when it is called. The first of each kind compiles."""
+def timings(machine: Machine, sizes: Sizes, peaks: Peaks) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """(section, what makes one row of it). The first of each section compiles."""
     for form in ("int4", "fp8"):
         for shape in sizes.weights:
             for rows in sizes.rows:
-                yield lambda form=form, shape=shape, rows=rows: time_weights(machine, peaks, form, shape, rows)
+                yield f"{form} weight", partial(time_weights, machine, peaks, form, shape, rows)
     for name in (_own_format(machine), "fp8", "int8"):
         for batch, context in sizes.decode:
-            yield lambda n=name, b=batch, c=context: time_attention(machine, sizes, peaks, n, b, 1, c)
+            yield f"decode {name}", partial(time_attention, machine, sizes, peaks, name, batch, 1, context)
         for queries, before in sizes.prefill:
-            yield lambda n=name, q=queries, b=before: time_attention(machine, sizes, peaks, n, 1, q, q + b)
+            of = (name, 1, queries, queries + before)
+            yield f"prefill {name}", partial(time_attention, machine, sizes, peaks, *of)
     for rows in sizes.rows:
-        yield lambda rows=rows: time_experts(machine, sizes, peaks, rows)
+        yield "int4 experts", partial(time_experts, machine, sizes, peaks, rows)
     for rows in sizes.rows:
         for kind in ("rms_norm", "gate", "round"):
-            yield lambda rows=rows, kind=kind: time_rows(machine, sizes, peaks, kind, rows)
-    yield lambda: time_sampling(machine, sizes, peaks, sizes.sampled_rows)
+            yield kind, partial(time_rows, machine, sizes, peaks, kind, rows)
+    yield "sampling", partial(time_sampling, machine, sizes, peaks, sizes.sampled_rows)
 
 
 def _own_format(machine: Machine) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine.dtype]
 
 
-def run_timings(
-    machine: Machine, sizes: Sizes, peaks: Peaks, deadline: float, out: Callable[[str], Any] = print
-) -> tuple[list[Row], list[str]]:
-    """(rows, what could not be timed). A row that fails, or that there is no time for, is said and costs no other."""
-    rows, failed, late = [], [], 0
-    for timing in timings(machine, sizes, peaks):
-        if machine.clock() > deadline:
-            late += 1
-            continue
-        try:
-            row = timing()
-        except NotTimedError as reason:
-            out(f"not timed: {reason}")
-        except Exception as error:
-            failed.append(f"{type(error).__name__}: {str(error)[:300]}")
-            out(f"failed: {failed[-1]}")
-        else:
-            rows.append(row)
-            out(str(row))
-    if late:
-        out(f"{late} timings left out: no time")
-    return rows, failed
+class Table:
+    """Rows of a run. Each is printed, and all are written, as soon as it is there: a run that is cut off keeps them."""
+
+    def __init__(self, path: Path | None = None, out: Callable[[str], Any] = partial(print, flush=True)) -> None:
+        self._path, self._out = path, out
+        self.facts: dict[str, Any] = {}  # of the machine and the kernels' tests
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
+        self.not_timed: list[str] = []
+        self.no_time: list[str] = []
+
+    def say(self, line: str) -> None:
+        self._out(line)
+        if self._path is not None:
+            found = {**self.facts, "rows": [asdict(row) for row in self.rows]}
+            found |= {name: getattr(self, name) for name in ("failed", "not_timed", "no_time")}
+            self._path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    def fill(
+        self, timings: Iterable[tuple[str, Callable[[], Row]]], deadline: float, clock: Callable[[], float]
+    ) -> None:
+        """A row of each timing, until the deadline. One that fails, or does not fit, is said and costs no other."""
+        late: dict[str, int] = {}
+        for section, timing in timings:
+            if clock() > deadline:
+                late[section] = late.get(section, 0) + 1
+                continue
+            try:
+                row = timing()
+            except NotTimedError as reason:
+                self.not_timed.append(f"{section}: {reason}")
+                self.say(f"not timed: {self.not_timed[-1]}")
+            except Exception as error:
+                self.failed.append(f"{section}: {type(error).__name__}: {str(error)[:300]}")
+                self.say(f"failed: {self.failed[-1]}")
+            else:
+                self.rows.append(row)
+                self.say(str(row))
+        if late:
+            names = [section if count == 1 else f"{count} of {section}" for section, count in late.items()]
+            self.no_time += names
+            self.say(f"no time for: {', '.join(names)}")
 
 
 def rotate(machine: Machine, num_bytes: int, make: Callable[[], Any]) -> list[Any]:
