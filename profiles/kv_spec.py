@@ -120,6 +120,12 @@ class KVCacheLayout:
         return self.groups[0].block_bytes
 
     @property
+    def group_of_layer(self) -> list[int]:
+        """Of each layer, the index of its group."""
+        groups = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return [groups[layer] for layer in range(len(groups))]
+
+    @property
     def payload_bytes_per_token(self) -> int:
         return sum(group.payload_bytes_per_token for group in self.groups)
 

@@ -123,13 +123,12 @@ class BatchInputs:
                     window=group.spec.window,
                 )
             )
-        group_of_layer = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         return cls(
             token_ids=torch.from_numpy(token_ids).to(device),
             positions=torch.from_numpy(positions).to(device),
             query_start_loc=query_start_loc,
             attention=tuple(attention),
-            group_of_layer=[group_of_layer[layer] for layer in range(len(group_of_layer))],
+            group_of_layer=layout.group_of_layer,
             output_rows=_output_rows(items, requests, query_start_loc, device),
         )
 

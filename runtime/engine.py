@@ -20,6 +20,7 @@ from llmq.runtime.executor import Executor, InProcessExecutor
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.grammar_process import GrammarProcesses
 from llmq.runtime.kv_manager import KVCacheManager
+from llmq.runtime.memory import MemoryProfile
 from llmq.runtime.model_runner import LogitsObserver
 from llmq.runtime.pacer import Pacer
 from llmq.runtime.parallel.collectives import ProcessGroup
@@ -224,13 +225,16 @@ def _build(config: EngineConfig) -> Engine:
     )
     sampler, speculation = Sampler(eos, grammar_mask, worker.choose_tokens), config.speculation
     executor: Executor
+    memory: MemoryProfile | None = None
     if collectives is None:
         worker.load()
-        plan = plan or worker.plan(worker.spare_bytes)
+        if plan is None:
+            memory = worker.profile()
+            plan = worker.plan(memory.spare_bytes)
         executor = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler))
         weight_bytes = worker.weight_bytes
     else:
-        executor, plan = RankExecutor.start(worker, collectives, plan, sampler)
+        executor, plan, memory = RankExecutor.start(worker, collectives, plan, sampler)
         weight_bytes = executor.weight_bytes
     adapts = speculation is not None and speculation.adaptive
     policy = StepPolicy(
@@ -264,6 +268,7 @@ def _build(config: EngineConfig) -> Engine:
         device=worker.device.type if collectives else str(worker.device),
         fingerprint=_fingerprint(worker, executor.runner.program),
         pace=pace,
+        memory=memory,
     )
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
     scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
@@ -274,7 +279,11 @@ def _fingerprint(worker: Worker, program: Program) -> dict[str, str]:
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
     tied, dtypes, numerics = worker.architecture.tie_word_embeddings, worker.dtypes, worker.numerics
     head = "int8 per row" if numerics is not None and numerics.int8_head else dtypes.dtype
-    several = {"tensor_parallel": str(worker.config.tensor_parallel)} if worker.collectives is not None else {}
+    several = {}
+    if worker.collectives is not None:
+        several["tensor_parallel"] = str(worker.config.tensor_parallel)
+        if worker.device.type == "cuda":
+            several["all_reduce"] = worker.collectives.how
     return {
         "model_code": worker.loader.implementation,
         "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(worker.loader.schemes.items())),

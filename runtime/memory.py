@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
@@ -14,7 +16,7 @@ from llmq.runtime.dtypes import Dtypes, NativeNumerics
 
 # Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
 CPU_SHARE = 0.3
-# Of a whole GPU, weights included; the rest is for what a step computes.
+# Of a whole GPU, weights and what a step computes included; the rest is for whoever else is on it.
 GPU_SHARE = 0.9
 
 
@@ -27,6 +29,44 @@ class KVCachePlan:
     @property
     def kv_cache_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
+
+
+class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the memory of a rank's GPU goes, as measured in the largest step: see `memory_profile`."""
+
+    total_bytes: int
+    share: float  # of them, that the engine may take
+    weight_bytes: int  # in torch's tensors once the model is loaded
+    graph_bytes: int  # CUDA graphs' pools and buffers
+    step_bytes: int  # the step's own tensors at their peak
+    slack_bytes: int  # that torch's allocator held beside them, in pieces that nothing fitted
+    outside_bytes: int  # not torch's: the CUDA context, libraries, NCCL, and other processes on the device
+    planned_weight_bytes: int  # what `kv-budget` takes the weights for; it knows of nothing else
+
+    @property
+    def spare_bytes(self) -> int:
+        """For KV blocks."""
+        taken = self.weight_bytes + self.graph_bytes + self.step_bytes + self.slack_bytes + self.outside_bytes
+        return max(0, int(self.total_bytes * self.share) - taken)
+
+    @property
+    def planned_bytes(self) -> int:
+        """For KV blocks by the planner's arithmetic."""
+        return max(0, int(self.total_bytes * self.share) - self.planned_weight_bytes)
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weight_bytes),
+            ("the largest step", self.step_bytes),
+            ("allocator slack", self.slack_bytes),
+            ("CUDA graphs", self.graph_bytes),
+            ("outside of torch", self.outside_bytes),
+        )
+        listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count)
+        return (
+            f"measured of {self.share:g} × {format_bytes(self.total_bytes)}: {listed}; {format_bytes(self.spare_bytes)}"
+            f" are left for the KV-cache (kv-budget: {format_bytes(self.planned_bytes)})"
+        )
 
 
 def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from llmq.runtime.memory import MemoryProfile
 from llmq.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
     pace: "Pace | None" = None  # where an SLO is kept
+    memory: MemoryProfile | None = None  # of the fullest rank, where blocks are what a GPU has left
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Worker: one rank of an engine, or all of it: weights, KV blocks, and the runner over them."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +21,13 @@ from llmq.runtime.memory import (
     CPU_SHARE,
     GPU_SHARE,
     KVCachePlan,
+    MemoryProfile,
     plan_kv_cache,
     rank_layout,
     weight_bytes,
     with_drafter_layers,
 )
+from llmq.runtime.memory_profile import CudaMemory, DeviceMemory, largest_step, num_profile_blocks, profile_memory
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
@@ -79,8 +82,7 @@ class Worker:
         asked, ranks = self.config.kv_cache_memory_bytes, self.config.tensor_parallel
         if asked is None and self.device.type == "cuda":
             return None
-        checkpoints = [self.checkpoint, *([] if self.drafter is None else [self.drafter.checkpoint])]
-        spare = available_memory_bytes() - sum(weight_bytes(one, self.dtypes, self.numerics) for one in checkpoints)
+        spare = available_memory_bytes() - self._planned_weight_bytes
         if self.device.type == "cpu" and ranks * (asked or 0) > spare:
             each = "" if ranks == 1 else f" for each of {ranks} ranks"
             raise InputError(
@@ -88,6 +90,16 @@ class Worker:
                 f"{format_bytes(max(0, spare))} are free here"
             )
         return self.plan(int(spare * CPU_SHARE) // ranks)
+
+    @property
+    def _planned_weight_bytes(self) -> int:
+        """Of all ranks, before any weight is read."""
+        checkpoints = [self.checkpoint, *([] if self.drafter is None else [self.drafter.checkpoint])]
+        return sum(weight_bytes(one, self.dtypes, self.numerics) for one in checkpoints)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.collectives is None or self.collectives.rank == 0
 
     def plan(self, available_bytes: int) -> KVCachePlan:
         return plan_kv_cache(self.cached, self.config, self.dtypes, available_bytes)
@@ -99,8 +111,7 @@ class Worker:
         self.model = self.loader.load(self.max_positions)
         if self.drafter is not None:
             self.drafter.load(self.model, self.max_positions)
-        is_first = self.collectives is None or self.collectives.rank == 0
-        if is_first and (speculation := self.config.speculation) is not None and speculation.method == "medusa":
+        if self._is_first and (speculation := self.config.speculation) is not None and speculation.method == "medusa":
             sizes = self.architecture.hidden_size, self.architecture.vocab_size
             dtype = TORCH_DTYPES[self.dtypes.dtype]
             self._medusa_heads = load_heads(Path(speculation.draft_model), *sizes, dtype, self.device)
@@ -124,21 +135,42 @@ class Worker:
 
         return draw_on_device
 
-    @property
-    def spare_bytes(self) -> int:
-        """What a GPU has left for the KV-cache once the weights are in; 0 on a CPU, where that was planned before."""
-        if self.device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        return free - int(total * (1 - (self.config.memory_utilization or GPU_SHARE)))
+    def profile(self, memory: DeviceMemory | None = None) -> MemoryProfile:
+        """What this rank's device has left for the KV-cache, by running the largest step: on all ranks at once, which
+        then have met. Raises InputError where it does not fit, or no request would."""
+        memory = memory or CudaMemory(self.device)
+        config, share = self.config, self.config.memory_utilization or GPU_SHARE
+        memory.trim()
+        at_most = self.plan(int(memory.total() * share) - memory.allocated())
+        layout = at_most.layout
+        largest = largest_step(
+            layout,
+            max_model_len=at_most.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=self.architecture.vocab_size,
+            num_drafts=0 if config.speculation is None else config.speculation.num_tokens,
+        )
+        sampler = Sampler((), choose=self.choose_tokens) if self._is_first else None
+        # Not alone: what does not fit is an error here, and nothing to try again by halves.
+        make_runner = partial(self.make_runner, num_profile_blocks(layout), sampler, is_alone=False)
+        return profile_memory(
+            memory, make_runner, largest, share, -(-self._planned_weight_bytes // config.tensor_parallel)
+        )
 
-    def make_runner(self, num_blocks: int, sampler: Sampler | None = None) -> ModelRunner:
-        """Allocate the KV blocks. The first rank samples, and guesses."""
+    def make_runner(
+        self, num_blocks: int, sampler: Sampler | None = None, *, is_alone: bool | None = None
+    ) -> ModelRunner:
+        """Allocate the KV blocks. The first rank samples, and guesses. is_alone: `ModelRunner`'s; None: one rank is."""
         layout = rank_layout(self.cached, self.config, self.dtypes)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
         program = self._program(self.model, self.architecture, store)
         drafter = None if sampler is None else self._make_drafter(program, store, sampler)
-        return ModelRunner(program, store, sampler, self.device, drafter, is_alone=self.collectives is None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was only used while graphs were captured
+        if is_alone is None:
+            is_alone = self.collectives is None
+        return ModelRunner(program, store, sampler, self.device, drafter, is_alone=is_alone)
 
     def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
         ranks = self.config.tensor_parallel

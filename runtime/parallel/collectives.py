@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmq.profiles.errors import FailedError
+from llmq.runtime.parallel.symmetric import SymmetricAllReduce, SymmetricMemory, start_symmetric, why_no_peers
 
 # A rank that is gone is noticed by its connection; this is only longer than any step.
 TIMEOUT = timedelta(hours=1)
@@ -23,6 +24,7 @@ class LostPeerError(FailedError):
 class Collectives(Protocol):
     rank: int
     num_ranks: int
+    how: str  # sums are made, for people
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each; may be x itself, changed in place."""
@@ -34,13 +36,16 @@ class Collectives(Protocol):
 
 
 class ProcessGroup:
-    """Ranks that are processes of this machine: NCCL between CUDA devices, else gloo over the loopback interface."""
+    """Ranks that are processes of this machine: between CUDA devices NCCL, and symmetric memory for small rows; else
+    gloo over the loopback interface."""
 
     def __init__(self, rank: int, num_ranks: int, *, in_order: bool = False) -> None:
         """in_order: sum in the order of ranks, in float32, so that no number depends on where it lies in the tensor."""
         self.rank, self.num_ranks = rank, num_ranks
         self.counts: Counter[str] = Counter()
+        self.how = ""  # sums are made, for people; once connected
         self._in_order = in_order
+        self._symmetric: SymmetricAllReduce | None = None
         self._groups: list[dist.ProcessGroup] = []  # one, once connected
         # At the latest when Python ends, and before it does: a group that is still there then may abort the process.
         self.close = weakref.finalize(self, self._groups.clear)
@@ -51,16 +56,40 @@ class ProcessGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             self._groups.append(dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
+            self.how = "NCCL"
+            if not self._in_order:
+                store = dist.FileStore(f"{meeting_point} memory", self.num_ranks)
+                self._map_peers(str(meeting_point), store, device)
             return
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
         options._threads = 1
         self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.num_ranks, options))
+        self.how = "gloo"
+
+    def _map_peers(
+        self, name: str, store: dist.Store, device: torch.device, memory: SymmetricMemory | None = None
+    ) -> None:
+        """Sum small rows through memory that all ranks map, where they can; say what was picked and why."""
+
+        def agree(says_so: bool) -> bool:
+            flag, options = torch.tensor([int(says_so)], dtype=torch.int32, device=device), dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MIN
+            self._wait(self._groups[0].allreduce([flag], options))
+            return bool(flag.item())
+
+        why_not = None if device.type != "cuda" else why_no_peers(device, self.num_ranks)
+        self._symmetric, why = start_symmetric(
+            name, self.rank, self.num_ranks, store, device, agree, memory, why_not=why_not
+        )
+        self.how = f"NCCL ({why})" if self._symmetric is None else f"{why}, else NCCL"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.counts["all_reduce"] += 1
         x = x.contiguous()
+        if self._symmetric is not None and self._symmetric.takes(x):
+            return self._symmetric(x)
         if not self._in_order:
             self._wait(self._groups[0].allreduce([x]))
             return x

@@ -7,10 +7,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from llmq.runtime.memory import KVCachePlan
+from llmq.profiles.errors import FailedError
+from llmq.runtime.memory import KVCachePlan, MemoryProfile
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.parallel.collectives import LostPeerError, ProcessGroup
-from llmq.runtime.parallel.messages import Allocate, Allocated, Loaded, Step
+from llmq.runtime.parallel.messages import Allocate, Allocated, Loaded, Meet, Profile, Profiled, Step
 from llmq.runtime.parallel.rank_processes import REASON_S, RankProcesses
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
@@ -93,8 +94,9 @@ class RankExecutor:
         collectives: ProcessGroup,
         plan: KVCachePlan | None,
         sampler: Sampler,
-    ) -> tuple["RankExecutor", KVCachePlan]:
-        """Start the other ranks' processes, load on all and allocate. `plan` None: by what the fullest rank has left.
+    ) -> tuple["RankExecutor", KVCachePlan, MemoryProfile | None]:
+        """Start the other ranks' processes, load on all and allocate. `plan` None: by what the fullest rank has left,
+        which is returned.
 
         Raises InputError or FailedError with the words of the rank that cannot."""
         processes, thread = RankProcesses(worker.config), RankThread()
@@ -102,14 +104,18 @@ class RankExecutor:
             loading = thread.call(worker.load)
             others = processes.expect(Loaded)
             loading.result()
-            plan = plan or worker.plan(min(worker.spare_bytes, *(other.spare_bytes for other in others)))
-            processes.send(Allocate(str(processes.meeting_point), plan.num_blocks))
+            processes.send(Meet(str(processes.meeting_point)))
             meeting = thread.call(partial(collectives.connect, processes.meeting_point, worker.device))
+            memory = None
+            if plan is None:
+                memory = min(_profiles(worker, processes, thread), key=lambda profile: profile.spare_bytes)
+                plan = worker.plan(memory.spare_bytes)
+            processes.send(Allocate(plan.num_blocks))
             allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler))
             processes.expect(Allocated)
             meeting.result()
             weight_bytes = worker.model.num_bytes + sum(other.weight_bytes for other in others)
-            return cls(allocating.result(), thread, processes, collectives, weight_bytes), plan
+            return cls(allocating.result(), thread, processes, collectives, weight_bytes), plan, memory
         except BaseException:
             thread.close()
             processes.close()
@@ -134,3 +140,17 @@ class RankExecutor:
         made = self.runner.execute(plan)
         self._sampled = {name: result.token_ids for name, result in made.results.items() if result.token_ids}
         return made
+
+
+def _profiles(worker: Worker, processes: RankProcesses, thread: RankThread) -> list[MemoryProfile]:
+    """Of all ranks. Raises what one of them raises; the others then stand in a collective, from which none returns."""
+    processes.send(Profile())
+    profiling = thread.call(worker.profile)
+    profiling.add_done_callback(lambda own: processes.close() if own.exception() is not None else None)
+    try:
+        others = [profiled.memory for profiled in processes.expect(Profiled)]
+    except FailedError:
+        if profiling.done():
+            profiling.result()
+        raise
+    return [profiling.result(), *others]

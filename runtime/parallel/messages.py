@@ -3,6 +3,7 @@
 import msgspec
 
 from llmq.runtime.config import EngineConfig
+from llmq.runtime.memory import MemoryProfile
 from llmq.runtime.scheduler_output import SchedulerOutput
 
 
@@ -13,10 +14,19 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Meet the other ranks and allocate KV blocks."""
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Meet the other ranks."""
 
     meeting_point: str
+
+
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Run the largest step, as every rank does now, and measure it: `Worker.profile`."""
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Allocate KV blocks."""
+
     num_blocks: int
 
 
@@ -33,7 +43,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int
-    spare_bytes: int  # see `Worker.spare_bytes`
+
+
+class Profiled(msgspec.Struct, frozen=True, tag=True):
+    memory: MemoryProfile
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
@@ -53,5 +66,5 @@ class LostPeer(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRank = Start | Allocate | Step | Stop
-FromRank = Loaded | Allocated | Failed | LostPeer
+ToRank = Start | Meet | Profile | Allocate | Step | Stop
+FromRank = Loaded | Profiled | Allocated | Failed | LostPeer

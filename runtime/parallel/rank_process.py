@@ -21,6 +21,9 @@ from llmq.runtime.parallel.messages import (
     FromRank,
     Loaded,
     LostPeer,
+    Meet,
+    Profile,
+    Profiled,
     Start,
     Step,
     Stop,
@@ -29,6 +32,7 @@ from llmq.runtime.parallel.messages import (
 from llmq.runtime.parent_watch import die_with_parent
 
 if TYPE_CHECKING:
+    from llmq.runtime.model_runner import ModelRunner
     from llmq.runtime.parallel.collectives import ProcessGroup
 
 
@@ -54,16 +58,20 @@ class RankProcess:
 
         worker = Worker(config, collectives)
         worker.load()
-        self.send(Loaded(worker.model.num_bytes, worker.spare_bytes))
-        allocate = self._receive()
-        if not isinstance(allocate, Allocate):
-            return
-        collectives.connect(Path(allocate.meeting_point), worker.device)
-        runner = worker.make_runner(allocate.num_blocks)
-        self.send(Allocated())
-        while isinstance(step := self._receive(), Step):
-            runner.take_tokens(step.sampled)
-            runner.execute(step.plan)
+        self.send(Loaded(worker.model.num_bytes))
+        runner: ModelRunner | None = None
+        while not isinstance(message := self._receive(), Stop):
+            match message:
+                case Meet(meeting_point):
+                    collectives.connect(Path(meeting_point), worker.device)
+                case Profile():
+                    self.send(Profiled(worker.profile()))
+                case Allocate(num_blocks):
+                    runner = worker.make_runner(num_blocks)
+                    self.send(Allocated())
+                case Step(plan, sampled):
+                    runner.take_tokens(sampled)
+                    runner.execute(plan)
 
     def send(self, message: FromRank) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode(message))

@@ -63,5 +63,9 @@ def _triton_program(model: Model, store: KVStore, dtype: torch.dtype, graphs: tu
         return EagerProgram(model, store, SdpaAttention(), f"no Triton attention in {dtype} over blocks of {kinds}")
     if isinstance(model, Decoder):
         program = TritonProgram(model, store)
-        return program if graphs is None else GraphedProgram(program, *graphs)
+        if graphs is None:
+            return program
+        graphed = GraphedProgram(program, *graphs)
+        graphed.capture()
+        return graphed
     return EagerProgram(model, store, TritonAttention(), "the model's code is not llmq's own")

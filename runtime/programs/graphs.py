@@ -4,12 +4,13 @@ A graph holds addresses and sizes, so each number of sequences, rounded up to a 
 which a step is copied. Sequences that fill a bucket up have no queries, and write nowhere.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.attention.base import AttentionMetadata
 from llmq.runtime.attention.triton import FEW_ROWS, power_of_two
 from llmq.runtime.batch import BatchInputs
@@ -28,41 +29,45 @@ def buckets(most: int) -> list[int]:
     return sorted({n for n in (1, 2, 4, *range(8, most, 8), most) if n <= most})
 
 
-def cuda_capture(make: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Run it aside first, for kernels are compiled and libraries set up when they are first called."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        make()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = make()
-    return graph.replay, result
+class CudaCapture:
+    """Captures one graph after the other into one pool of memory, of which each then uses as much as it needs: steps
+    come one at a time, and nobody reads what a step left there once the next has begun."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, make: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run it aside first, for kernels are compiled and libraries set up when they are first called."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            make()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = make()
+        return graph.replay, result
 
 
 class DecodeBuffers:
     """A decode step of up to `size` sequences at fixed addresses."""
 
-    def __init__(self, like: BatchInputs, size: int, widths: Sequence[int], most_keys: int) -> None:
-        """like: a step, of whose groups this one has the blocks; widths: of its block tables."""
-        device = like.token_ids.device
+    def __init__(self, layout: KVCacheLayout, size: int, max_model_len: int, device: torch.device) -> None:
         integers = {"dtype": torch.int64, "device": device}
         self.size = size
         self.tiles = torch.zeros(size, 4, dtype=torch.int32, device=device)
         attention = []
-        for metadata, width in zip(like.attention, widths, strict=True):
+        for group in layout.groups:
             slots = Slots(torch.full((size,), NOWHERE, **integers), torch.zeros(size, **integers))
-            table = torch.zeros(size, width, **integers)
-            attention.append(replace(metadata, block_table=table, slots=slots, query_start_loc=[], seq_lens=[]))
+            table = torch.zeros(size, -(-max_model_len // group.block_tokens), **integers)
+            attention.append(AttentionMetadata([], [], table, slots, group.block_tokens, group.spec.window))
         self.inputs = BatchInputs(
             token_ids=torch.zeros(size, **integers),
             positions=torch.zeros(size, **integers),
             query_start_loc=[],
             attention=tuple(attention),
-            group_of_layer=like.group_of_layer,
+            group_of_layer=layout.group_of_layer,
         )
-        self.prepared = [GraphedStep(metadata, self.tiles, most_keys) for metadata in attention]
+        self.prepared = [GraphedStep(metadata, self.tiles, max_model_len) for metadata in attention]
 
     def load(self, step: BatchInputs) -> None:
         """Copy a step of at most `size` sequences in; the others get no query."""
@@ -108,32 +113,38 @@ class GraphedProgram:
     """Steps in which every sequence has one query come from graphs; the others are computed as they come."""
 
     def __init__(
-        self, eager: TritonProgram, max_num_seqs: int, max_model_len: int, capture: Capture = cuda_capture
+        self, eager: TritonProgram, max_num_seqs: int, max_model_len: int, capture: Capture | None = None
     ) -> None:
         self.eager, self.model, self.store = eager, eager.model, eager.store
         self.name, self.attention_kernel = f"{eager.name}, decoding in CUDA graphs", eager.attention_kernel
         self._buckets = buckets(max_num_seqs)
-        self._max_model_len, self._capture = max_model_len, capture
-        self._widths = [-(-max_model_len // group.block_tokens) for group in self.store.layout.groups]
+        self._max_model_len, self._capture = max_model_len, capture or CudaCapture()
         self._graphs: dict[int, tuple[DecodeBuffers, Callable[[], None], Tensor]] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """All graphs, the largest first: the others then find room in its pool. No request waits for one later."""
+        for size in reversed(self._buckets):
+            self._graph(size)
 
     def forward(self, inputs: BatchInputs) -> Tensor:
         count = len(inputs.token_ids)
         if not self._is_decode(inputs):
             return self.eager.forward(inputs)
         size = next(size for size in self._buckets if size >= count)
-        if size not in self._graphs:
-            buffers = DecodeBuffers(inputs, size, self._widths, self._max_model_len)
-            buffers.load(inputs)
-            replay, result = self._capture(lambda: self.eager.compute(buffers.inputs, buffers.prepared))
-            self._graphs[size] = buffers, replay, result
-        buffers, replay, result = self._graphs[size]
+        buffers, replay, result = self._graph(size)
         buffers.load(inputs)
         replay()
         return result[:count]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         return self.eager.logits(hidden)
+
+    def _graph(self, size: int) -> tuple[DecodeBuffers, Callable[[], None], Tensor]:
+        if size not in self._graphs:
+            buffers = DecodeBuffers(self.store.layout, size, self._max_model_len, self.store.device)
+            self._graphs[size] = buffers, *self._capture(lambda: self.eager.compute(buffers.inputs, buffers.prepared))
+        return self._graphs[size]
 
     def _is_decode(self, inputs: BatchInputs) -> bool:
         count = len(inputs.token_ids)

@@ -179,6 +179,8 @@ def _ready_line(
         f"{format_count(engine.max_num_batched_tokens, 'token')} a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
     ]
+    if info.memory is not None:
+        parts.append(str(info.memory))
     if info.pace is not None:
         parts.append(
             f"keeps {engine.slo}: a token alone takes {1000 * info.pace.floor_s:.3g} ms, and "

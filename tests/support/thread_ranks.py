@@ -21,6 +21,7 @@ class ThreadRank:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.num_ranks = meeting, rank, meeting.num_ranks
         self.counts: Counter[str] = Counter()
+        self.how = "threads"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.counts["all_reduce"] += 1
