@@ -157,8 +157,9 @@ def interpreting_machine(**changes: Any) -> Machine:
             call(copy)
         return (time.perf_counter() - begin) / copies
 
-    few = {"dtype": torch.float32, "min_bytes": 1, "decode_s": 0.0, "kv_cache_bytes": 8 << 20}
-    return Machine(torch.device("cpu"), "a CPU, interpreting", seconds_of, lambda: 1 << 30, **{**few, **changes})
+    fields = {"free_bytes": lambda: 1 << 30, "dtype": torch.float32, "min_bytes": 1}
+    fields |= {"decode_s": 0.0, "kv_cache_bytes": 8 << 20, **changes}
+    return Machine(torch.device("cpu"), "a CPU, interpreting", seconds_of, **fields)
 
 
 def measure_peaks(machine: Machine, sizes: Sizes) -> Peaks:
