@@ -108,7 +108,12 @@ class KVStore:
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero blocks that change hands and are not filled at once. Slots not yet written are read too, behind a mask,
         where 0 × NaN is NaN: a request whose activations overflowed must leave nothing to the next."""
-        if block_ids:
+        if self.device.type == "cpu":
+            # Not by torch: it shares a block out to its threads, which then spin beside those of the next step.
+            blocks = self._blocks.numpy()
+            for block_id in block_ids:
+                blocks[block_id].fill(0)
+        elif block_ids:
             self._blocks[torch.tensor(block_ids, device=self._blocks.device)] = 0
 
     def _part(

@@ -33,6 +33,7 @@ from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
+from llmq.runtime.sampling.on_cpu import draw_on_cpu
 from llmq.runtime.sampling.sampler import Choose, Sampler
 from llmq.runtime.speculative.drafter import Drafter
 from llmq.runtime.speculative.eagle import EagleLoader, EagleModel
@@ -129,11 +130,13 @@ class Worker:
     @property
     def choose_tokens(self) -> Choose | None:
         """What draws tokens on this device, in place of torch."""
-        if self.numerics is None or not triton_runs(self.device.type):
+        if self.numerics is None:
             return None
-        from llmq.runtime.sampling.on_device import draw_on_device  # here: triton is not on every machine
+        if triton_runs(self.device.type):
+            from llmq.runtime.sampling.on_device import draw_on_device  # here: triton is not on every machine
 
-        return draw_on_device
+            return draw_on_device
+        return draw_on_cpu if native is not None and self.device.type == "cpu" else None
 
     def profile(self, memory: DeviceMemory | None = None) -> MemoryProfile:
         """What this rank's device has left for the KV-cache, by running the largest step: on all ranks at once, which

@@ -42,3 +42,9 @@ def apply_penalties(row, params, token_ids, num_prompt_tokens, eos_token_ids) ->
 
 
 PROCESSORS: tuple[LogitsProcessor, ...] = (apply_logit_bias, apply_min_tokens, apply_penalties)
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether a processor may change a row of such a request: of most requests none does."""
+    are_added = params.logit_bias or params.min_tokens or params.presence_penalty or params.frequency_penalty
+    return bool(are_added) or params.repetition_penalty != 1.0

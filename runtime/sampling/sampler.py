@@ -10,7 +10,7 @@ from llmq.runtime.faults import isolated
 from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.noise import exponentials
-from llmq.runtime.sampling.processors import PROCESSORS
+from llmq.runtime.sampling.processors import PROCESSORS, changes_logits
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import RequestResult
 
@@ -46,7 +46,7 @@ class Sampler:
         if bound:
             self._grammar_mask.advance(bound, errors)
         for row, request in enumerate(requests):
-            if row in errors:
+            if row in errors or not (row in bound or changes_logits(request.params)):
                 continue
             with isolated(errors, row):
                 for process in PROCESSORS:

@@ -16,5 +16,6 @@ T* pointer(uintptr_t address) {
 void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_program(nanobind::module_& module);
+void bind_sample(nanobind::module_& module);
 
 }  // namespace llmq

@@ -35,4 +35,5 @@ NB_MODULE(_native, module) {
   bind_linear(module);
   bind_attention(module);
   bind_program(module);
+  bind_sample(module);
 }
