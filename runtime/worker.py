@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from llmq.profiles.architecture import ModelArchitecture
@@ -95,8 +96,10 @@ class Worker:
     @property
     def _planned_weight_bytes(self) -> int:
         """Of all ranks, before any weight is read."""
-        checkpoints = [self.checkpoint, *([] if self.drafter is None else [self.drafter.checkpoint])]
-        return sum(weight_bytes(one, self.dtypes, self.numerics) for one in checkpoints)
+        of_drafter = 0
+        if self.drafter is not None:
+            of_drafter = weight_bytes(self.drafter.checkpoint, self.dtypes, self.drafter.numerics)
+        return weight_bytes(self.checkpoint, self.dtypes, self.numerics) + of_drafter
 
     @property
     def _is_first(self) -> bool:
@@ -257,6 +260,9 @@ class DraftWorker:
             check_vocabulary(worker.checkpoint.path, folder)
         self.checkpoint = read_checkpoint(folder)
         self.architecture = self.checkpoint.architecture
+        # `--head` and `--activations` are of the model: what its own weights are made for is best for a drafter.
+        own = msgspec.structs.replace(config, head="auto", activations="auto")
+        self.numerics = native_numerics(self.checkpoint, own, worker.dtypes, worker.device.type)
         if self.is_head:
             self.loader = EagleLoader(self.checkpoint, base=worker.checkpoint, dtype=dtype, device=worker.device)
         else:
@@ -265,7 +271,7 @@ class DraftWorker:
                 dtype,
                 worker.device,
                 config.batch_invariant,
-                worker.numerics,
+                self.numerics,
                 first_layer=worker.architecture.num_layers,
             )
 

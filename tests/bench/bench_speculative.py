@@ -1,35 +1,59 @@
-"""Speculation on real prompts: tokens a pass, and speed against the same engine without, interleaved.
+"""Speculation on real prompts: tokens a pass, and speed against the same model without, interleaved.
 
 Prompts are HumanEval's functions (code), GSM8K's questions and MT-Bench's first turns, as chats, answered greedily and
-`batch` at once. Off and on take turns over the same prompts; the ratio of a turn is on / off in tokens a second, and
-the median of the turns is shown with the least and the most. A pass is a request's share of a step in which it decodes.
+`batch` at once. In a round off and each method answer the same prompts, one after the other and each round in another
+order; a method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the
+least and the most. Prompts are in the prefix cache before, and timed is from the first token of the last one on. A pass
+is a request's share of a step in which it decodes. First there is a round of everything, then another one.
+
+Methods: ngram, draft (by --drafter), w3 and w4 (by a copy of the model in so many bits), layers-N (by its first N
+layers), each with --num-tokens guesses; auto and auto-METHOD guess as many as are worth their time.
 
     python tests/bench/bench_speculative.py smollm2-135m --threads 2 --methods ngram,auto --batch 1,4,16
-    python tests/bench/bench_speculative.py MODEL --drafter MODEL-IN-4-BITS --methods draft,auto
+    python tests/bench/bench_speculative.py MODEL --drafter MODEL-IN-4-BITS --methods draft,auto-draft
+    python tests/bench/bench_speculative.py qwen2.5-coder-1.5b --methods w4,layers-14 --work FOLDER --minutes 20
+
+With --llamacpp PYTHON and --gguf FILE (--prepare makes it of an alias) llama.cpp's prompt lookup takes turns too, at
+batch 1 and against itself without; its PYTHON is that of `install.sh llamacpp` of the shared folder `peers`.
 """
 
 import argparse
 import itertools
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import bench_report
+import msgspec
 from bench_report import Report
 from kept_pieces import KeptPieces, Piece
 
 from llmq.cli import console
+from llmq.cli.drafter import quantized_copy
 from llmq.profiles.checkpoint import find_model
+from llmq.profiles.package_models import package_gguf
 from llmq.runtime.config import EngineConfig, Speculation
 from llmq.runtime.engine import Engine
 from llmq.runtime.frontend.tokenizer import Tokenizer
+from llmq.runtime.pacer import Pacer
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
+from llmq.runtime.scheduler_output import DraftTerms
+from llmq.runtime.speculative.drafter import Drafter
+from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.speculative.policy import DraftPolicy
 
-OFF = "off"
+HERE = Path(__file__).parent
+OFF, LLAMACPP = "off", "llama.cpp"
+ADAPTIVE_TOKENS = 8  # what `--speculative auto` guesses at most
+WARM_TOKENS = 4  # so that drafters have read the prompts too
 TEXTS = {
     "code": ("tasks", "humaneval.jsonl"),
     "gsm8k": ("tasks", "gsm8k.test.jsonl"),
@@ -46,146 +70,312 @@ def texts(workload: str) -> Iterator[str]:
                 yield line["question"] if workload == "gsm8k" else line["turns"][0]
 
 
-@dataclass
-class Turn:
-    """All prompts of a workload once, `batch` at a time."""
+class Prompts:
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._tokenizer = arguments, Tokenizer.from_folder(folder)
 
-    seconds: float
-    num_tokens: int
-    passes: int
-    draft_tokens: int
-    accepted: int
-    token_ids: list[list[int]]
+    def groups(self, workload: str, batch: int) -> list[list[list[int]]]:
+        """Token ids of prompts, `batch` in a group."""
+        chosen = [self._prompt(text) for text in itertools.islice(texts(workload), max(self._arguments.prompts, batch))]
+        return [chosen[start : start + batch] for start in range(0, len(chosen) - batch + 1, batch)]
+
+    def _prompt(self, text: str) -> list[int]:
+        return self._tokenizer.encode_chat([{"role": "user", "content": text}])[: self._arguments.prompt_tokens]
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    source: str  # what guesses: ngram, draft, w3, w4 or layers-N; "" for off
+    is_adaptive: bool = False
+
+    @classmethod
+    def of(cls, name: str, arguments: argparse.Namespace) -> "Method":
+        if name == OFF:
+            return cls(name, "")
+        if name == "auto":
+            return cls(name, "ngram" if arguments.drafter is None else "draft", True)
+        made = cls(name, name.removeprefix("auto-"), name.startswith("auto-"))
+        is_layers = made.source.startswith("layers-") and made.source.removeprefix("layers-").isdigit()
+        if made.source not in ("ngram", "draft", "w3", "w4") and not is_layers:
+            sys.exit(f"--methods {name}: ngram, draft, w3, w4, layers-N, auto, or auto-ONE-OF-THEM")
+        if made.source == "draft" and arguments.drafter is None:
+            sys.exit(f"--methods {name}: by which model? Give --drafter")
+        return made
+
+
+@dataclass(frozen=True)
+class _Host:
+    """An engine with what it was made with."""
+
+    engine: Engine
+    drafter: Drafter | None
+    pacer: Pacer | None
 
 
 class Engines:
-    """One for each method, so that turns change nothing but which of them runs."""
+    """One for each model that guesses, over weights that all of them map. Off, n-grams and first layers need no blocks
+    of their own: they share one, and with it what it has computed of prompts."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self.folder = find_model(arguments.model)
-        self.tokenizer = Tokenizer.from_folder(self.folder)
-        self._made: dict[str, Engine] = {}
-        self._clock = time.process_time if arguments.cpu_time else time.perf_counter
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self.methods = [Method.of(name, arguments) for name in (OFF, *arguments.methods)]
+        layers = [method.source for method in self.methods if method.source.startswith("layers-")]
+        self._shared = layers[0] if layers else "ngram"
+        self._hosts: dict[str, _Host] = {}
+        self._ngrams = NgramDrafter()
+        self._pacers: dict[str, Pacer] = {}
+        self._warm: set[tuple[str, str, int]] = set()
 
-    def __getitem__(self, method: str) -> Engine:
-        if method not in self._made:
-            self._made[method] = Engine.from_config(self._config(method))
-        return self._made[method]
+    def of(self, method: Method) -> Engine:
+        """An engine that guesses by `method` from now on."""
+        host = self._host(method)
+        drafters = {"": None, "ngram": self._ngrams}
+        host.engine.executor.runner.drafter = drafters.get(method.source, host.drafter)
+        host.engine.pacer = self._pacer(method, host) if method.is_adaptive else None
+        self._guess(host.engine, 0 if method.is_adaptive or not method.source else self._arguments.num_tokens)
+        return host.engine
 
-    def _config(self, method: str) -> EngineConfig:
-        arguments, speculation = self._arguments, None
-        if method != OFF:
-            drafter = None if method == "ngram" or arguments.drafter is None else str(find_model(arguments.drafter))
-            adaptive = method == "auto"
-            speculation = Speculation(
-                method="ngram" if drafter is None else "draft",
-                num_tokens=8 if adaptive else arguments.num_tokens,
-                adaptive=adaptive,
-                draft_model=drafter,
-            )
+    def warm(self, method: Method, workload: str, groups: list[list[list[int]]]) -> None:
+        """Have prompts in the prefix cache of a method's engine, read by its drafter too."""
+        key = (self._source(method), workload, len(groups[0]))
+        if key in self._warm:
+            return
+        self._warm.add(key)
+        engine = self.of(method)
+        engine.pacer = None
+        self._guess(engine, 1)
+        for group in groups:
+            run(engine, group, WARM_TOKENS)
+
+    def _source(self, method: Method) -> str:
+        return self._shared if method.source in ("", "ngram") else method.source
+
+    def _host(self, method: Method) -> _Host:
+        source = self._source(method)
+        if source not in self._hosts:
+            engine = Engine.from_config(self._config(source))
+            self._hosts[source] = _Host(engine, engine.executor.runner.drafter, engine.pacer)
+        return self._hosts[source]
+
+    def _pacer(self, method: Method, host: _Host) -> Pacer:
+        if method.name not in self._pacers:
+            model = host.pacer.model
+            drafts = DraftPolicy(ADAPTIVE_TOKENS, model)
+            self._pacers[method.name] = Pacer(model, host.pacer.most, time.monotonic, drafts=drafts)
+        return self._pacers[method.name]
+
+    @staticmethod
+    def _guess(engine: Engine, num_tokens: int) -> None:
+        policy = engine.scheduler.policy
+        engine.scheduler.policy = msgspec.structs.replace(policy, drafts=DraftTerms(num_tokens=num_tokens))
+
+    def _config(self, source: str) -> EngineConfig:
+        arguments, folder, layers = self._arguments, None, None
+        if source == "draft":
+            folder = find_model(arguments.drafter)
+        elif source in ("w3", "w4"):
+            folder = quantized_copy(self._folder, source)
+        elif source != "ngram":
+            layers = int(source.removeprefix("layers-"))
         return EngineConfig(
-            model=str(self.folder),
+            model=str(self._folder),
             dtype="bf16",
             threads=arguments.threads,
             max_model_len=arguments.prompt_tokens + arguments.tokens,
             max_num_seqs=max(arguments.batch),
             kv_cache_memory_bytes=arguments.kv_mib << 20,
-            enable_prefix_caching=False,
-            speculation=speculation,
+            speculation=Speculation(
+                method="ngram" if source == "ngram" else "draft",
+                num_tokens=max(ADAPTIVE_TOKENS, arguments.num_tokens),
+                adaptive=any(one.is_adaptive and self._source(one) == source for one in self.methods),
+                draft_model=None if folder is None else str(folder),
+                draft_layers=layers,
+            ),
         )
 
-    def turn(self, method: str, workload: str, batch: int) -> Turn:
-        engine, made = self[method], Turn(0.0, 0, 0, 0, 0, [])
-        chosen = list(itertools.islice(texts(workload), max(self._arguments.prompts, batch)))
-        for start in range(0, len(chosen), batch):
-            prompts = [self._prompt(text) for text in chosen[start : start + batch]]
-            self._answer(engine, prompts, made)
-        return made
 
-    def _prompt(self, text: str) -> list[int]:
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}])[: self._arguments.prompt_tokens]
-
-    def _answer(self, engine: Engine, prompts: list[list[int]], made: Turn) -> None:
-        """Timed from the first token of the last prompt on: what speculation is about."""
-        params = SamplingParams(temperature=0.0, max_tokens=self._arguments.tokens)
-        written: dict[str, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            engine.add_request(EngineRequest(request_id=str(row), prompt_token_ids=prompt, sampling_params=params))
-        before, start = engine.stats(), None
-        while engine.has_unfinished_requests:
-            if start is None and len(written) == len(prompts):
-                start, counted = self._clock(), sum(map(len, written.values()))
-            outputs = engine.step()
-            for output in outputs:
-                written.setdefault(output.request_id, []).extend(output.new_token_ids)
-                made.passes += start is not None
-        if start is None:
-            return
-        made.seconds += self._clock() - start
-        made.num_tokens += sum(map(len, written.values())) - counted
-        after = engine.stats()
-        made.draft_tokens += after.draft_tokens - before.draft_tokens
-        made.accepted += after.accepted_draft_tokens - before.accepted_draft_tokens
-        made.token_ids += [written[str(row)] for row in range(len(prompts))]
+_numbers = itertools.count()
 
 
-def compare(engines: Engines, method: str, workload: str, batch: int, repeats: int) -> Piece:
-    """Turns of off and on; the first of each is not counted, where an engine is more than once asked for the same."""
-    pairs = []
-    for _ in range(repeats):
-        pairs.append((engines.turn(OFF, workload, batch), engines.turn(method, workload, batch)))
-    ratios = sorted(on.num_tokens / on.seconds / (off.num_tokens / off.seconds) for off, on in pairs)
-    off, on = pairs[0]
+def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Piece:
+    """Answers to all prompts at once."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    written: dict[str, list[int]] = {str(next(_numbers)): [] for _ in prompts}
+    for name, prompt in zip(written, prompts, strict=True):
+        engine.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params))
+    before, start, counted, passes = engine.stats(), None, 0, 0
+    while engine.has_unfinished_requests:
+        if start is None and all(written.values()):
+            start, counted = time.perf_counter(), sum(map(len, written.values()))
+        for output in engine.step():
+            written[output.request_id] += output.new_token_ids
+            passes += start is not None
+    after = engine.stats()
     return {
-        "off_tokens_per_s": median(one.num_tokens / one.seconds for one, _ in pairs),
-        "on_tokens_per_s": median(one.num_tokens / one.seconds for _, one in pairs),
-        "ratio": median(ratios),
-        "least": ratios[0],
-        "most": ratios[-1],
-        "tokens_per_pass": on.num_tokens / on.passes,
-        "draft_tokens": on.draft_tokens,
-        "accepted": on.accepted,
-        "different_texts": sum(a != b for a, b in zip(off.token_ids, on.token_ids, strict=True)),
-        "num_texts": len(on.token_ids),
+        "seconds": 0.0 if start is None else time.perf_counter() - start,
+        "num_tokens": 0 if start is None else sum(map(len, written.values())) - counted,
+        "passes": passes,
+        "draft_tokens": after.draft_tokens - before.draft_tokens,
+        "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
+        "draft_s": after.draft_s - before.draft_s,
+        "token_ids": list(written.values()),
     }
 
 
+def together(parts: list[Piece]) -> Piece:
+    return {name: sum((part[name] for part in parts), start=type(first)()) for name, first in parts[0].items()}
+
+
+class LlamaCpp:
+    """Its process, asleep but while it answers."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        context = arguments.prompt_tokens + arguments.tokens + arguments.num_tokens
+        told = [arguments.gguf, context, arguments.num_tokens, arguments.threads]
+        self._process = subprocess.Popen(
+            list(map(str, (arguments.llamacpp, HERE / "peer_llamacpp_lookup.py", *told))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "passive"},
+        )
+
+    def run(self, prompts: list[list[int]], num_tokens: int, *, speculates: bool) -> Piece:
+        job = {"prompts": prompts, "tokens": num_tokens, "speculates": speculates}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        if not (line := self._process.stdout.readline()):
+            sys.exit(f"llama.cpp's process ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        folder = find_model(arguments.model)
+        self.prompts, self.engines = Prompts(arguments, folder), Engines(arguments, folder)
+        self._llamacpp: LlamaCpp | None = None
+
+    def round(self, number: int, workload: str, batch: int) -> Piece:
+        """What each method made of a workload's prompts."""
+        groups, made = self.prompts.groups(workload, batch), {}
+        for method in self.engines.methods:
+            self.engines.warm(method, workload, groups)
+        for method in _rotated(self.engines.methods, number):
+            engine = self.engines.of(method)
+            made[method.name] = together([run(engine, group, self._arguments.tokens) for group in groups])
+        if self._arguments.llamacpp is not None and batch == 1:
+            self._llamacpp = self._llamacpp or LlamaCpp(self._arguments)
+            prompts = [prompt for group in groups for prompt in group]
+            for speculates in _rotated([False, True], number):
+                name = LLAMACPP if speculates else f"{LLAMACPP} {OFF}"
+                made[name] = self._llamacpp.run(prompts, self._arguments.tokens, speculates=speculates)
+        return made
+
+    def end(self) -> None:
+        if self._llamacpp is not None:
+            self._llamacpp.end()
+
+
+def _rotated(items: list[Any], by: int) -> list[Any]:
+    return items[by % len(items) :] + items[: by % len(items)]
+
+
+def summary(rounds: list[Piece], name: str) -> Piece:
+    """Of a method against off: the middle of the rounds."""
+    off_name = f"{LLAMACPP} {OFF}" if name == LLAMACPP else OFF
+    pairs = [(made[off_name], made[name]) for made in rounds]
+    ratios = sorted(_speed(on) / _speed(off) for off, on in pairs)
+    on = together([on for _, on in pairs])
+    texts = [(a, b) for off, on in pairs for a, b in zip(off["token_ids"], on["token_ids"], strict=True)]
+    return {
+        "off_tokens_per_s": median(_speed(off) for off, _ in pairs),
+        "on_tokens_per_s": median(_speed(on) for _, on in pairs),
+        "ratio": median(ratios),
+        "least": ratios[0],
+        "most": ratios[-1],
+        "rounds": len(rounds),
+        "tokens_per_pass": on["num_tokens"] / on["passes"],
+        "draft_tokens": on["draft_tokens"],
+        "accepted": on.get("accepted"),  # llama.cpp does not say
+        "draft_s_share": on["draft_s"] / on["seconds"] if "draft_s" in on else None,
+        "different_texts": sum(a != b for a, b in texts),
+        "num_texts": len(texts),
+    }
+
+
+def _speed(made: Piece) -> float:
+    return made["num_tokens"] / made["seconds"]
+
+
 def measure(arguments: argparse.Namespace) -> Report:
-    told = ("model", "drafter", "threads", "tokens", "prompts", "num_tokens", "repeats", "cpu_time")
-    kept = KeptPieces(arguments.work, {name: getattr(arguments, name) for name in told})
-    engines, figures, rows = Engines(arguments), {}, []
-    for workload, method, batch in itertools.product(arguments.workloads, arguments.methods, arguments.batch):
-        name = f"{workload}.{method}.batch-{batch}"
-        one = kept.get(name, lambda w=workload, m=method, b=batch: compare(engines, m, w, b, arguments.repeats))
-        console.status(f"{name}: {one['ratio']:.2f} times as fast, {one['tokens_per_pass']:.2f} tokens a pass")
-        figures[name] = one
-        share = bench_report.percent(one["accepted"] / one["draft_tokens"]) if one["draft_tokens"] else ""
+    told = ("model", "drafter", "methods", "threads", "tokens", "prompts", "num_tokens", "llamacpp", "gguf")
+    kept = KeptPieces(arguments.work, {name: _plain(getattr(arguments, name)) for name in told})
+    began_s, bench = time.monotonic(), Bench(arguments)
+    made: dict[tuple[str, int], list[Piece]] = {}
+    parts = itertools.product(range(arguments.repeats), arguments.batch, arguments.workloads)
+    try:
+        for number, batch, workload in parts:
+            name = f"{workload}.batch-{batch}.round-{number}"
+            is_late = arguments.minutes is not None and time.monotonic() - began_s > 60 * arguments.minutes
+            if is_late and kept.find(name) is None:
+                continue
+            console.status(f"{time.strftime('%H:%M:%S')}  {name}")
+            piece = kept.get(name, lambda n=number, w=workload, b=batch: bench.round(n, w, b))
+            made.setdefault((workload, batch), []).append(piece)
+    finally:
+        bench.end()
+    return report(arguments, made)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def report(arguments: argparse.Namespace, made: dict[tuple[str, int], list[Piece]]) -> Report:
+    figures, rows = {}, []
+    for workload, (batch, method) in itertools.product(
+        arguments.workloads, itertools.product(arguments.batch, (*arguments.methods, LLAMACPP))
+    ):
+        rounds = made.get((workload, batch), [])
+        if not rounds or method not in rounds[0]:
+            continue
+        figures[f"{workload}.{method}.batch-{batch}"] = one = summary(rounds, method)
+        right = one["accepted"] is not None and one["draft_tokens"]
         rows.append(
             [
                 *(workload, method, batch, f"{one['off_tokens_per_s']:.1f}", f"{one['on_tokens_per_s']:.1f}"),
-                *(f"{one['ratio']:.2f}", f"{one['least']:.2f}–{one['most']:.2f}", f"{one['tokens_per_pass']:.2f}"),
-                *(share, f"{one['different_texts']} of {one['num_texts']}"),
+                *(f"{one['ratio']:.2f}", f"{one['least']:.2f}–{one['most']:.2f}", one["rounds"]),
+                f"{one['tokens_per_pass']:.2f}",
+                bench_report.percent(one["accepted"] / one["draft_tokens"]) if right else "",
+                "" if one["draft_s_share"] is None else bench_report.percent(one["draft_s_share"]),
+                f"{one['different_texts']} of {one['num_texts']}",
             ]
         )
     return Report(
         f"{arguments.model}, {arguments.threads} thread(s), {arguments.tokens} tokens an answer"
-        + (f", guessed by {arguments.drafter}" if arguments.drafter else ""),
+        + (f", draft: {arguments.drafter}" if arguments.drafter else ""),
         [
-            "prompts",
-            "method",
-            ">batch",
-            ">off tok/s",
-            ">on tok/s",
-            ">ratio",
-            ">turns",
-            ">tokens a pass",
-            ">right",
-            ">differ",
+            *("prompts", "method", ">batch", ">off tok/s", ">on tok/s", ">ratio", ">least to most", ">rounds"),
+            *(">tokens a pass", ">right", ">of the time guessing", ">differ"),
         ],
         rows,
         figures,
     )
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """What is made once, and not measured: copies in fewer bits, packed weights, and llama.cpp's file."""
+    engines = Engines(arguments, find_model(arguments.model))
+    for method in engines.methods:
+        engines.of(method)
+    if arguments.gguf is not None and not arguments.gguf.exists():
+        with console.progress() as progress:
+            package_gguf(arguments.model, arguments.gguf, progress)
 
 
 def main(argv: bench_report.Arguments = None) -> dict:
@@ -198,13 +388,22 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--prompts", type=int, default=8, help="of each workload, at least a batch")
     options.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     options.add_argument("--prompt-tokens", type=int, default=1024, help="of a prompt: longer ones are cut")
-    options.add_argument("--num-tokens", type=int, default=4, help="guessed at once by ngram and draft")
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--num-tokens", type=int, default=4, help="guessed at once by what is not auto")
+    options.add_argument("--repeats", type=int, default=3, help="rounds")
+    options.add_argument("--minutes", type=float, help="after which no round is begun")
     options.add_argument("--kv-mib", type=int, default=1024)
-    options.add_argument("--work", type=Path, help="folder in which each row is kept, for a run that goes on")
+    options.add_argument("--work", type=Path, help="folder in which each round is kept, for a run that goes on")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--cpu-time", action="store_true", help="of one thread, on a machine that others use too")
-    return bench_report.run(options.parse_args(argv), measure)
+    options.add_argument("--llamacpp", type=Path, metavar="PYTHON", help="one that has llama-cpp-python")
+    options.add_argument("--gguf", type=Path, help="what llama.cpp runs")
+    options.add_argument("--prepare", action="store_true", help="only make what is made once")
+    arguments = options.parse_args(argv)
+    if arguments.llamacpp is not None and arguments.gguf is None:
+        options.error("--llamacpp: with which file? Give --gguf")
+    if arguments.prepare:
+        prepare(arguments)
+        return {}
+    return bench_report.run(arguments, measure)
 
 
 if __name__ == "__main__":

@@ -293,13 +293,16 @@ def test_a_step_grows_by_the_kv_that_it_reads(tiny_llama):
     )
 
 
-def test_speculation_is_held_against_the_same_engine_without(tiny_llama):
+def test_speculation_is_held_against_the_same_engine_without(tiny_llama, tmp_path):
     drafter = str(tiny_llama())
-    options = ["--methods", "ngram,draft", "--drafter", drafter, "--workloads", "code,chat", "--batch", "1,2"]
-    sizes = ["--prompts", "2", "--tokens", "24", "--prompt-tokens", "100", "--repeats", "1", "--kv-mib", "8"]
-    found = bench_speculative.main([drafter, *options, *sizes])
-    assert len(found) == 8
-    assert all(row["ratio"] > 0 and row["tokens_per_pass"] >= 1 for row in found.values())
+    methods = ["--methods", "ngram,draft,layers-1,auto-layers-1", "--drafter", drafter]
+    sizes = ["--prompts", "2", "--tokens", "24", "--prompt-tokens", "100", "--repeats", "2", "--kv-mib", "8"]
+    options = [drafter, *methods, *sizes, "--workloads", "code,chat", "--batch", "1,2", "--work", str(tmp_path)]
+    found = bench_speculative.main(options)
+    assert len(found) == 16
+    assert all(row["ratio"] > 0 and row["tokens_per_pass"] >= 1 and row["rounds"] == 2 for row in found.values())
+    assert 0 < found["chat.layers-1.batch-2"]["draft_s_share"] < 1
+    assert bench_speculative.main([*options, "--minutes", "0"]) == found  # what was kept
     # The same model guesses for itself; bfloat16's rounding by torch is not the same for other numbers of rows.
     assert found["code.draft.batch-1"]["accepted"] > 0.5 * found["code.draft.batch-1"]["draft_tokens"] > 0
 

@@ -131,17 +131,17 @@ def test_the_tokens_under_an_slo_are_those_without(tiny_llama, make_engine):
     assert engine.info.pace.most_decodes == 64
     assert [one.token_ids for one in run_all(engine, prompts, greedy(20))] == expected
     tight = make_engine(tiny_llama(), slo=Slo.parse("tpot=10s"))
-    cost = tight._pacer.slo.model.cost
+    cost = tight.pacer.slo.model.cost
     slow = cost.scaled(10.0 / cost.step_s(StepShape.decode(4, 60)))  # four decodes of 60 tokens take all of the promise
-    tight._pacer.slo.model.observe = lambda shape, seconds: None
-    tight._pacer.slo.model._cost = slow
+    tight.pacer.slo.model.observe = lambda shape, seconds: None
+    tight.pacer.slo.model._cost = slow
     assert [one.token_ids for one in run_all(tight, prompts, greedy(20))] == expected
     assert tight.stats().num_steps > 1.5 * engine.stats().num_steps
 
 
 def test_an_engine_sheds_who_waited_too_long_and_serves_the_others(tiny_llama, make_engine):
     engine = make_engine(tiny_llama(), slo=Slo.parse("ttft=10s"))
-    now_s = engine._pacer._clock()
+    now_s = engine.pacer._clock()
     for name, arrival_s in (("late", now_s - 60), ("in time", now_s)):
         engine.add_request(
             EngineRequest(request_id=name, prompt_token_ids=PROMPT, sampling_params=greedy(2), arrival_time_s=arrival_s)
