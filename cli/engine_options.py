@@ -10,6 +10,7 @@ from llmq.profiles.units import parse_bytes, parse_tokens
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmq.profiles.architecture import ModelArchitecture
     from llmq.runtime.config import EngineConfig, Speculation
 
 # A verb's parameter is declared as `dtype: Dtype = "auto"`; what it is without being given is the verb's.
@@ -121,7 +122,39 @@ def check_ranks(path: "Path", num_ranks: int) -> None:
 
     if num_ranks > 1:
         checkpoint = read_checkpoint(path)
-        shard_plan.check_ranks(checkpoint.architecture, checkpoint.config, num_ranks)
+        architecture, config = checkpoint.architecture, checkpoint.config
+        schemes = shard_plan.declared_schemes(architecture, config, checkpoint.quantization)
+        shard_plan.check_ranks(architecture, config, num_ranks, schemes)
+
+
+def valid_ranks(
+    architecture: "ModelArchitecture",
+    config: dict[str, Any],
+    quantization: dict[str, Any] | None,
+    weights: str | None = None,
+    asked: int = 1,
+) -> list[int]:
+    """Numbers of ranks that `--tp` takes of a model by its config.json, or of it in `weights` (w4g64). Where that does
+    not say how it would be split, what its heads allow. Raises InputError, with them, where `asked` is none of them."""
+    from llmq.profiles.weight_size import parse_storage
+    from llmq.runtime.parallel import shard_plan
+
+    if not shard_plan.names_widths(architecture, config):
+        valid = architecture.valid_tensor_parallel
+        if asked not in valid:
+            raise InputError(
+                f"--tp {asked} does not split {architecture.num_attention_heads} heads and "
+                f"{architecture.num_kv_heads} KV heads evenly; valid: {', '.join(map(str, valid))}"
+            )
+        return valid
+    schemes = shard_plan.declared_schemes(architecture, config, quantization)
+    if weights is not None:
+        try:
+            schemes = shard_plan.stored_schemes(architecture, config, parse_storage(weights, config))
+        except ValueError:  # a size, as 40GiB
+            schemes = {}
+    shard_plan.check_ranks(architecture, config, asked, schemes)
+    return shard_plan.valid_ranks(architecture, config, schemes)
 
 
 def check_device(device: str) -> None:

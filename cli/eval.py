@@ -114,6 +114,9 @@ def evaluate(
         target = None if asked.is_remote else find_model(model, keep_blocks=True, progress=progress)
         other = asked.baseline_model
         baseline_folder = find_model(other, keep_blocks=True, progress=progress) if other else None
+    for folder in (target, baseline_folder):
+        if folder is not None:
+            engine_options.check_ranks(folder, tp)
     if items:
         items.load()
 

@@ -62,6 +62,7 @@ def kv_budget(
     Blocks are those that `llmq serve` allocates, or with --engine those that another engine will: exit code 0 where a
     request of --ctx tokens fits in the least of its pool, 1 where it does not in the most, 3 between.
     """
+    from llmq.cli.engine_options import valid_ranks
     from llmq.cli.kv_budget_engine import EngineQuestion, parse_engine, print_engine_budget, print_engine_json
     from llmq.cli.kv_budget_explain import budget_json, explain_budget
     from llmq.cli.kv_budget_memory import MemoryFlags
@@ -124,6 +125,7 @@ def kv_budget(
         found = question.answer(architecture, config, _weights(path, weights, dtypes, are_needed=True))
         (print_engine_json if as_json else print_engine_budget)(model, question, found)
         raise typer.Exit(found.fit.exit_code)
+    ranks = valid_ranks(architecture, config, read_quantization(path, config), weights, asked=tp)
     layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
     sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
     if gpu == "auto" and weights is None and architecture.family is not None:
@@ -132,6 +134,7 @@ def kv_budget(
         architecture=architecture,
         layout=layout,
         ranks=tp,
+        valid_ranks=tuple(ranks),
         num_tokens=num_tokens,
         weights=sizes,
         step_tokens=settings.max_num_batched_tokens,

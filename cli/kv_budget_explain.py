@@ -86,7 +86,7 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
         "kv_dtype": spec.dtype.name,
         "num_tokens": budget.num_tokens,
         "tensor_parallel": budget.ranks,
-        "valid_tensor_parallel": arch.valid_tensor_parallel,
+        "valid_tensor_parallel": list(budget.valid_ranks),
         "per_rank": {
             "payload_bytes_per_token": layout.payload_bytes_per_token,
             "scale_bytes_per_token": layout.scale_bytes_per_token,

@@ -170,8 +170,8 @@ def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
     if held[-1] > 1:
         what = "KV head" if arch.keys[0].head_dim_v else "latent"
         notes.append(f"Each {what} is held by {' or '.join(map(str, held))} ranks.")
-    if len(arch.valid_tensor_parallel) > 1:
-        notes.append(f"Valid --tp: {', '.join(map(str, arch.valid_tensor_parallel))}.")
+    if len(budget.valid_ranks) > 1:
+        notes.append(f"Valid --tp: {', '.join(map(str, budget.valid_ranks))}.")
     if budget.weights is None:
         notes.append("What the weights take is not known from config.json alone: say it with --weights 40GiB.")
     if budget.memory is None:
@@ -205,7 +205,7 @@ _FEWER_BITS = {32: "bf16", 16: "fp8", 8: "int4"}
 
 def _does_not_fit(budget: Budget) -> str:
     """What would make one sequence fit: only what is left to try."""
-    ranks = [number for number in budget.architecture.valid_tensor_parallel if number > budget.ranks]
+    ranks = [number for number in budget.valid_ranks if number > budget.ranks]
     fewer = _FEWER_BITS.get(_dtype(budget).bits)
     remedies = [
         f"a shorter --ctx ({budget.longest_sequence:,} fit)" if budget.longest_sequence else "",

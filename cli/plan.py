@@ -141,6 +141,16 @@ def _devices(gpu: str | None, own: Path | None, measure: bool) -> "list[Device]"
     return [find_device(name.strip(), own) for name in names.split(",") if name.strip()]
 
 
+def _ranks(asked: str | None, valid: list[int]) -> list[int]:
+    """`--tp`, or the powers of two up to 8 that a model can be split into. Raises InputError for one that it cannot."""
+    if asked is None:
+        return [number for number in (1, 2, 4, 8) if number in valid]
+    ranks = [int(one) if one.strip().isdigit() else 0 for one in asked.split(",")]
+    if wrong := [one for one in ranks if one not in valid]:
+        raise InputError(f"--tp {asked}: {wrong[0] or 'not a number'}; one of {', '.join(map(str, valid))}")
+    return ranks
+
+
 def _candidates(
     path: Path,
     config: dict[str, Any],
@@ -151,6 +161,7 @@ def _candidates(
     share: float,
     price: float | None,
 ) -> "list[Candidate]":
+    from llmq.cli.engine_options import valid_ranks
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.checkpoint import read_quantization
     from llmq.profiles.kv_spec import KV_DTYPES
@@ -171,12 +182,11 @@ def _candidates(
     kinds = [one.strip() for one in kv_dtype.split(",")]
     if unknown := [one for one in kinds if one not in KV_DTYPES]:
         raise InputError(f"--kv-dtype {unknown[0]}: one of {', '.join(KV_DTYPES)}")
-    ranks = None
-    if tp is not None:
-        valid = ModelArchitecture.from_config(config).valid_tensor_parallel
-        ranks = [int(one) if one.strip().isdigit() else 0 for one in tp.split(",")]
-        if wrong := [one for one in ranks if one not in valid]:
-            raise InputError(f"--tp {tp}: {wrong[0] or 'not a number'}; one of {', '.join(map(str, valid))}")
+    # Of each format its own: a rank's part of a quantized weight ends with a group.
+    architecture, stored = ModelArchitecture.from_config(config), weights is None and quantization is not None
+    ranks = {
+        name: _ranks(tp, valid_ranks(architecture, config, quantization, None if stored else name)) for name in sizes
+    }
     return candidates(
         config,
         devices,

@@ -14,6 +14,7 @@ def decoder_work(
 ) -> "tuple[DecoderWork, str, str]":
     """(the model's work, the KV dtype, the dtype of products) as `llmq serve` would hold it. `is_run`: it shall run
     here, so that a decoder which the runtime does not run is refused."""
+    from llmq.cli.engine_options import valid_ranks
     from llmq.profiles.architecture import ModelArchitecture
     from llmq.profiles.checkpoint import has_weights, read_checkpoint, read_config, read_quantization
     from llmq.profiles.kv_spec import KVCacheLayout
@@ -29,8 +30,7 @@ def decoder_work(
         architecture.require_runnable()
     engine = EngineConfig(model=str(path), kv_dtype=parse_dtype("--kv-dtype", kv_dtype))
     dtypes = Dtypes.of(architecture.dtype, read_quantization(path, config), engine)
-    if tp not in architecture.valid_tensor_parallel:
-        raise InputError(f"--tp {tp}: one of {', '.join(map(str, architecture.valid_tensor_parallel))}")
+    valid_ranks(architecture, config, read_quantization(path, config), weights, asked=tp)
     layout = KVCacheLayout.of(
         architecture, dtypes.kv_dtype, tensor_parallel=tp, dynamic_scales=not dtypes.has_static_kv_scales
     )

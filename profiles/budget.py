@@ -55,6 +55,7 @@ class Budget:
     memory: Memory | None = None
     most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
     step: StepMemory | None = None  # what a step computes with, beside weights and blocks
+    valid_ranks: tuple[int, ...] = (1,)  # that the model can be split into
 
     @property
     def rank_weight_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Which ways to serve a model keep an SLO on which GPUs, and what their tokens cost, by the datasheet's numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -168,19 +168,19 @@ def candidates(
     *,
     weight_bytes: dict[str, int],
     kv_dtypes: Sequence[str],
-    ranks: Sequence[int] | None,
+    ranks: Mapping[str, Sequence[int]],
     memory_share: float,
     price_per_hour: float | None = None,
 ) -> list[Candidate]:
-    """All combinations. `weight_bytes`: of each format; `ranks`: None for all valid powers of two up to 8.
+    """All combinations. `weight_bytes` and `ranks`: of each format, which a model can be split into.
     `price_per_hour`: of one device, in place of the listed one."""
     architecture = ModelArchitecture.from_config(config)
-    valid = architecture.valid_tensor_parallel
-    chosen = [number for number in (1, 2, 4, 8) if number in valid] if ranks is None else list(ranks)
     found = []
-    for number in chosen:
+    for number in sorted({number for numbers in ranks.values() for number in numbers}):
         layouts = {name: KVCacheLayout.of(architecture, name, tensor_parallel=number) for name in kv_dtypes}
         for weights, num_bytes in weight_bytes.items():
+            if number not in ranks[weights]:
+                continue
             for kv_dtype, layout in layouts.items():
                 work = DecoderWork.of(config, layout, num_bytes, number)
                 found += [

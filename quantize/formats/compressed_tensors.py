@@ -11,13 +11,13 @@ from llmq.quantize.formats.base import GetTensor, Range, get_all, part_of
 from llmq.quantize.formats.column_order import column_order, group_index, sorted_columns, stored_values
 from llmq.quantize.formats.compressed_tensors_config import (
     ConfigGroup,
-    best_match,
     disk_layout,
     group_config,
     kv_config,
     matches,
     read_group,
     read_kv_scheme,
+    scheme_of,
 )
 from llmq.quantize.formats.packing import pack_int32, pack_unsigned, unpack_int32
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
@@ -58,11 +58,7 @@ class QuantizationConfig:
 
     def scheme_for(self, module_name: str, class_name: str = "Linear") -> WeightScheme | None:
         """The scheme of a module by its name in the checkpoint; None if it is left in 16 bit."""
-        if matches(self.ignore, module_name, class_name):
-            return None
-        by_target = {target: group.scheme for group in reversed(self.groups) for target in group.targets}
-        target = best_match(by_target, module_name, class_name)
-        return None if target is None else by_target[target]
+        return scheme_of(self.groups, self.ignore, module_name, class_name)
 
     @staticmethod
     def tensor_names(module_name: str, scheme: WeightScheme) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ such as `Linear`), and an `ignore` list of the same kind. What cannot be honoure
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,17 @@ def _check_scale_dtype(where: str, numbers: dict, kind: str, bits: int) -> None:
     is_fp4 = (kind, bits) == ("float", 4) and (numbers.get("group_size"), scale_dtype) in _FP4.values()
     if scale_dtype and not is_fp4 and scale_dtype not in ("float32", "bfloat16", "float16"):
         raise FormatError(f"{where}: scales in {scale_dtype} for {bits}-bit {kind} numbers are not supported")
+
+
+def scheme_of(
+    groups: Sequence[ConfigGroup], ignore: Sequence[str], module_name: str, class_name: str = "Linear"
+) -> WeightScheme | None:
+    """The scheme of a module by its name in the checkpoint; None if it is left in 16 bit."""
+    if matches(ignore, module_name, class_name):
+        return None
+    by_target = {target: group.scheme for group in reversed(groups) for target in group.targets}
+    target = best_match(by_target, module_name, class_name)
+    return None if target is None else by_target[target]
 
 
 def read_kv_scheme(kv: dict[str, Any]) -> KVCacheScheme:

@@ -15,7 +15,9 @@ from typing import Any, Literal
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily
-from llmq.quantize.formats.scheme import WeightScheme
+from llmq.profiles.weight_storage import WeightStorage, declared_storage
+from llmq.quantize.formats.compressed_tensors_config import read_group, scheme_of
+from llmq.quantize.formats.scheme import FormatError, WeightScheme
 
 Range = tuple[int, int]  # start, stop
 NONE_QUANTIZED: Mapping[str, WeightScheme] = {}
@@ -118,6 +120,7 @@ def valid_ranks(
 ) -> list[int]:
     """Numbers of ranks that a decoder of llmq's own can be split into: by its heads, by the widths of its MLPs, and by
     what of its quantized modules (`schemes`, by their names) belongs together."""
+    config = _text_config(config)
     inputs = ShardPlan(architecture, architecture.family, config).split_inputs
     steps = _column_steps(inputs, schemes)
     return [
@@ -125,6 +128,75 @@ def valid_ranks(
         for n in _valid_by_shape(architecture, config)
         if n == 1 or not any(width // n % steps[kind] for kind, width in inputs.items())
     ]
+
+
+def declared_schemes(
+    architecture: ModelArchitecture, config: Mapping[str, Any], quantization: Mapping[str, Any] | None
+) -> Mapping[str, WeightScheme]:
+    """What config.json alone says of the modules that are split by their inputs, by names that stand for them.
+
+    Of GGUF's blocks and GPTQ's rules for single modules only the tensors tell: a start that has read their headers
+    refuses those.
+    """
+    if not quantization or architecture.family is None:
+        return NONE_QUANTIZED
+    if quantization.get("quant_method") == "compressed-tensors":
+        return _compressed_schemes(architecture, config, quantization)
+    storage = declared_storage(dict(quantization))
+    if storage is None:
+        return NONE_QUANTIZED
+    return stored_schemes(architecture, config, storage, in_order=not quantization.get("desc_act"))
+
+
+def stored_schemes(
+    architecture: ModelArchitecture, config: Mapping[str, Any], storage: WeightStorage, in_order: bool = True
+) -> Mapping[str, WeightScheme]:
+    """`declared_schemes` of a model whose linears are all stored alike."""
+    if architecture.family is None or storage.bits >= 16:
+        return NONE_QUANTIZED
+    scheme = WeightScheme(
+        "int",
+        storage.bits,
+        "group" if storage.group_size else "channel",
+        storage.group_size,
+        layout="pack-quantized" if storage.bits < 8 else "int-quantized",
+        has_column_groups=not in_order,
+    )
+    return dict.fromkeys(_split_modules(architecture, config, 1), scheme)
+
+
+def _compressed_schemes(
+    architecture: ModelArchitecture, config: Mapping[str, Any], quantization: Mapping[str, Any]
+) -> Mapping[str, WeightScheme]:
+    try:
+        groups = [
+            read_group(name, group, quantization.get("format"))
+            for name, group in (quantization.get("config_groups") or {}).items()
+        ]
+    except FormatError:  # which a start, or what quantizes, refuses by name
+        return NONE_QUANTIZED
+    names = _split_modules(architecture, config, architecture.num_layers)
+    found = {name: scheme_of(groups, quantization.get("ignore") or (), name) for name in names}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
+def _split_modules(architecture: ModelArchitecture, config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Names of modules that are split by their inputs, of the first layers, and of the first expert."""
+    kinds = ShardPlan(architecture, architecture.family, _text_config(config)).split_inputs
+    names = [kind.removeprefix("layer.").replace(".*.", ".0.") for kind in kinds]
+    return [f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in names]
+
+
+def names_widths(architecture: ModelArchitecture, config: Mapping[str, Any]) -> bool:
+    """Whether config.json says all that decides into how many ranks a decoder of llmq's own can be split."""
+    try:
+        return architecture.family is not None and bool(_mlps(architecture, architecture.family, _text_config(config)))
+    except InputError:
+        return False
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("text_config") or {})}
 
 
 def check_ranks(
@@ -136,7 +208,7 @@ def check_ranks(
     """Raises InputError, with the numbers that work, for ranks that a model cannot be split into (`valid_ranks`)."""
     if num_ranks == 1:
         return
-    config, family = {**config, **(config.get("text_config") or {})}, architecture.family
+    config, family = _text_config(config), architecture.family
     if family is None:
         raise InputError(
             f"--tp {num_ranks}: model_type {architecture.model_type!r} runs by transformers' own code, which llmq does "
@@ -203,7 +275,10 @@ def _mlps(
     if experts is not None and any(experts.has_layer(layer, config) for layer in layers):
         names = f"{experts.experts}.*"
         wide = (f"{names}.{experts.gate}", f"{names}.{experts.up}")
-        mlps.append((experts.intermediate_size.of(config), wide, f"{names}.{experts.down}"))
+        width = experts.intermediate_size.of(config)
+        if not isinstance(width, int):
+            raise InputError("config.json: the intermediate size of its experts is missing or not a whole number")
+        mlps.append((width, wide, f"{names}.{experts.down}"))
     if experts is None or not all(experts.has_layer(layer, config) for layer in layers):
         if architecture.intermediate_size is None:
             raise InputError("config.json: intermediate_size is missing or not a whole number")

@@ -235,7 +235,7 @@ def test_the_model_s_own_context_is_the_default(folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tp", "4"], "--tp 4 does not split 9 heads and 3 KV heads evenly; valid: 1, 3, 9"),
+        (["--tp", "9"], "--tp 9 does not split 9 heads, 3 KV heads and an MLP of 1536 features evenly; valid: 1, 3"),
         (["--kv-dtype", "fp9"], "--kv-dtype fp9: one of auto, bf16, fp16"),
         (["--kv-scales", "some"], "--kv-scales some: one of auto, static, dynamic"),
         (["--gpu", "h100", "--memory", "80GiB"], "--gpu and --memory exclude each other"),
@@ -252,6 +252,21 @@ def test_what_cannot_be_is_refused_by_name(folder, args, message):
     with pytest.raises(InputError) as raised:
         CliRunner().invoke(app, [folder(SMOLLM2), *args], catch_exceptions=False)
     assert message in str(raised.value)
+
+
+def test_ranks_are_those_that_serve_splits_it_into(folder):
+    """Of 29,568 features of an MLP half ends with no group of 128; in activation order, and in 16 bit, it may."""
+    wide = {**LLAMA_70B, "intermediate_size": 29568}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for config, flags in (({**wide, "quantization_config": gptq}, []), (wide, ["--weights", "w4g128"])):
+        with pytest.raises(InputError) as raised:
+            CliRunner().invoke(app, [folder(config), "--tp", "2", *flags], catch_exceptions=False)
+        assert str(raised.value) == (
+            "--tp 2: a rank would take 14784 of the 29568 input features of mlp.down_proj, and 128 of them belong "
+            "together; valid: 1"
+        )
+    for config in (wide, {**wide, "quantization_config": {**gptq, "desc_act": True}}):
+        assert budget(folder(config), "--tp", "2")["valid_tensor_parallel"] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_no_torch_is_imported(folder):

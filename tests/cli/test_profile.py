@@ -63,7 +63,7 @@ def test_a_table_for_people(llama_8b):
         (["--gpu", "h100", "--batch", "0"], "--batch 0"),
         (["--gpu", "h100", "--batch", "1,x"], "--batch x"),
         (["--gpu", "h100", "--ctx", "1m"], "own context is 131,072"),
-        (["--gpu", "h100", "--tp", "3"], "--tp 3: one of 1, 2, 4"),
+        (["--gpu", "h100", "--tp", "3"], "8 KV heads and an MLP of 14336 features evenly; valid: 1, 2, 4"),
         (["--gpu", "h100", "--threads", "2"], "--threads is of this machine"),
         (["--tp", "2"], "--tp 2: of a --gpu"),
     ],

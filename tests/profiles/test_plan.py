@@ -21,7 +21,7 @@ def ways(*devices: Device, weights=BYTES, kv_dtypes=("bf16",), ranks=(1,), price
         devices or (find_device("h100"),),
         weight_bytes=weights,
         kv_dtypes=kv_dtypes,
-        ranks=ranks,
+        ranks=dict.fromkeys(weights, ranks),
         memory_share=0.9,
         price_per_hour=price,
     )

@@ -7,7 +7,14 @@ from published_configs import LLAMA_70B
 from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.errors import InputError
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.runtime.parallel.shard_plan import REPLICATED, ShardPlan, check_ranks, valid_ranks
+from llmq.runtime.parallel.shard_plan import (
+    REPLICATED,
+    ShardPlan,
+    check_ranks,
+    declared_schemes,
+    names_widths,
+    valid_ranks,
+)
 
 SMOLLM2 = {
     "model_type": "llama",
@@ -100,3 +107,45 @@ def test_what_cannot_be_is_refused_with_what_can():
     wide = {"model.layers.4.mlp.down_proj": WeightScheme("int", 4, "group", 1024)}
     said = refused(SMOLLM2, 3, schemes={**wide, "model.layers.0.self_attn.o_proj": WeightScheme("int", 4, "group", 64)})
     assert "512 of the 1536 input features of mlp.down_proj, and 1024 of them belong together; valid: 1" in said
+
+
+# Qwen2 72B's MLP: 231 groups of 128.
+QWEN_72B = {**LLAMA_70B, "model_type": "qwen2", "intermediate_size": 29568}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+WEIGHTS = {"num_bits": 4, "type": "int", "group_size": 128, "strategy": "group"}
+
+
+def compressed(*targets: str, **more) -> dict:
+    groups = {f"group_{n}": {"targets": [target], "weights": WEIGHTS | more} for n, target in enumerate(targets)}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": []}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        (None, [1, 2, 4, 8, 16, 32, 64]),
+        (GPTQ, [1]),
+        ({**GPTQ, "desc_act": True}, [1, 2, 4, 8, 16, 32, 64]),  # columns have their groups beside them
+        ({**GPTQ, "group_size": 32}, [1, 2, 4]),
+        ({**GPTQ, "group_size": -1}, [1, 2, 4, 8, 16]),  # whole words of 8 numbers
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, [1, 2]),
+        ({"quant_method": "fp8"}, [1, 2, 4, 8, 16, 32, 64]),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, [1]),
+        (compressed("Linear"), [1]),
+        (compressed("Linear", actorder="group"), [1, 2, 4, 8, 16, 32, 64]),
+        (compressed("re:.*layers.7.mlp.down_proj"), [1]),
+        (compressed("re:.*self_attn.*"), [1, 2, 4, 8, 16, 32, 64]),  # 8,192 inputs of heads of 128
+        ({**compressed("Linear"), "ignore": ["re:.*down_proj"]}, [1, 2, 4, 8, 16, 32, 64]),
+        ({"quant_method": "gguf"}, [1, 2, 4, 8, 16, 32, 64]),  # its tensors tell
+    ],
+)
+def test_config_json_tells_which_ranks_end_with_a_group(quantization, expected):
+    architecture = ModelArchitecture.from_config(QWEN_72B)
+    assert valid_ranks(architecture, QWEN_72B, declared_schemes(architecture, QWEN_72B, quantization)) == expected
+
+
+def test_what_config_json_does_not_name_is_not_guessed():
+    known = {**SMOLLM2, "model_type": "mixtral", **MOE}
+    assert names_widths(ModelArchitecture.from_config(known), known)
+    for config in ({**SMOLLM2, "model_type": "stablelm"}, {**SMOLLM2, "intermediate_size": None}):
+        assert not names_widths(ModelArchitecture.from_config(config), config)
