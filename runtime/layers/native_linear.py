@@ -7,16 +7,18 @@ from torch import Tensor
 
 from llmq.quantize.formats.packing import unpack_unsigned
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
-from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
 from llmq.runtime.kernels import native
 
 
 class NativeLinear:
-    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, or of integers of 2 to 8 bits that stay packed, in 4 or 8.
+    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, of integers of 2 to 8 bits that stay packed, in 4 or 8, or of
+    e4m3 numbers.
 
     Exact: the input's bf16 numbers times the weight's, summed in float32. Rounded: input and weight are multiplied in
     int8, as a W8A8 checkpoint asks, or where `int8_activations` does, with one scale of the input for each group of the
-    weight. A row's result is the same to the last bit whatever rows are beside it.
+    weight; or the input is rounded to e4m3 as an FP8 checkpoint asks, and the product of two e4m3 numbers, which bf16
+    holds exactly, is summed in float32. A row's result is the same to the last bit whatever rows are beside it.
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, int8_activations: bool = False) -> None:
@@ -29,17 +31,22 @@ class NativeLinear:
             numbers, scales, group_size = native.Numbers.bf16, native.Scales.none, self.in_features
             self.tensors["numbers"] = _packed(numbers, weight.contiguous())
         else:
-            bits = held_bits(weight.scheme.bits)
-            numbers = native.Numbers.int4 if bits == 4 else native.Numbers.int8
-            group_size = weight.scheme.group_size if weight.scheme.strategy == "group" else self.in_features
-            self.tensors["numbers"] = _packed(numbers, _from_zero(weight, bits))
+            weight = weight.spread_blocks()
+            scheme, bits = weight.scheme, held_bits(weight.scheme.bits)
+            group_size = scheme.group_size if scheme.strategy == "group" else self.in_features
+            if scheme.kind == "float":
+                numbers, rows = native.Numbers.fp8, weight.values.contiguous().view(torch.uint8)
+            else:
+                numbers = native.Numbers.int4 if bits == 4 else native.Numbers.int8
+                rows = _from_zero(weight, bits)
+            self.tensors["numbers"] = _packed(numbers, rows)
             scales = self._pack_scales(weight, bits)
             if weight.column_order is not None:
                 self.tensors["column_order"] = weight.column_order.to(torch.int32)
-            if weight.scheme.activation is not None:
-                self.activations = native.Activations.int8_row
+            if scheme.activation is not None:
+                self.activations = _activations(scheme.activation)
                 self.input_scale = 0.0 if weight.input_scale is None else float(weight.input_scale)
-            elif int8_activations:
+            elif int8_activations and scheme.kind == "int":
                 self.activations = native.Activations.int8_group
         self._facts = {
             "shape": [self.out_features, self.in_features],
@@ -78,7 +85,8 @@ class NativeLinear:
             **{name: tensor.data_ptr() for name, tensor in self.tensors.items()},
         )
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        rounded = " × int8" if self.activations != native.Activations.exact else ""
+        name = self.activations.name
+        rounded = "" if name == "exact" else f" × {name.split('_')[0]}"
         self.kernel = f"native {facts['numbers']}{rounded}, {native.isa()}"
 
     @staticmethod
@@ -88,12 +96,18 @@ class NativeLinear:
         if isinstance(weight, Tensor):
             return weight.device.type == "cpu"
         scheme, activation = weight.scheme, weight.scheme.activation
-        is_grouped = scheme.strategy == "group" and scheme.group_size % 8 == 0
+        is_grouped = scheme.strategy in ("group", "block")
+        if weight.values.device.type != "cpu" or (is_grouped and scheme.group_size % 8):
+            return False
+        if scheme.kind == "float":
+            is_rounded_alike = activation is None or (
+                (activation.kind, activation.bits) == ("float", 8)
+                and activation.group_size in (None, scheme.group_size if is_grouped else None)
+            )
+            return scheme.bits == 8 and is_rounded_alike and not _has_nan(weight.values)
         return (
-            weight.values.device.type == "cpu"
-            and scheme.kind == "int"
-            and 2 <= scheme.bits <= 8
-            and (is_grouped or scheme.strategy in ("channel", "tensor"))
+            2 <= scheme.bits <= 8
+            and scheme.strategy != "block"
             and (activation is None or (activation.kind == "int" and not is_grouped and activation.group_size is None))
         )
 
@@ -137,6 +151,17 @@ _SCALES = (
         torch.float32: native.Scales.fp32,
     }
 )
+
+
+def _activations(scheme: ActivationScheme) -> "native.Activations":
+    if scheme.kind == "int":
+        return native.Activations.int8_row
+    return native.Activations.fp8_row if scheme.group_size is None else native.Activations.fp8_group
+
+
+def _has_nan(numbers: Tensor) -> bool:
+    """Of e4m3 numbers."""
+    return bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any())
 
 
 def held_bits(bits: int) -> int:

@@ -15,7 +15,15 @@ from llmq.runtime.layers.native_linear import NativeLinear
 pytestmark = pytest.mark.skipif(native is None, reason=why_absent)
 PROMPTS = [[5, 9, 200, 31], [7] * 40]
 # Groups, zero points, an order of columns, static scales of inputs: whatever a packed weight can have.
-CHECKPOINTS = ["tiny", "tiny with biases", "autogptq-w4g128-asym-actorder", "autoawq-w4g128-gemm", "llmc-sq-w8a8"]
+CHECKPOINTS = [
+    "tiny",
+    "tiny with biases",
+    "autogptq-w4g128-asym-actorder",
+    "autoawq-w4g128-gemm",
+    "llmc-sq-w8a8",
+    "llmc-fp8-dynamic",
+    "llmc-fp8-static",
+]
 
 
 @pytest.fixture(params=CHECKPOINTS)

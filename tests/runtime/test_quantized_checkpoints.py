@@ -17,6 +17,7 @@ from llmq.quantize.formats.quantized_weight import (
     WeightScheme,
     pack_int32,
 )
+from llmq.runtime.kernels import native
 from llmq.runtime.layers.linear import make_linear
 
 # Relative error of our float32 logits against transformers' from the same file in float32. Exact activations leave
@@ -52,6 +53,11 @@ def test_logits_equal_the_writers(shared, make_engine, name, dtype):
     reference = torch.load(folder / "ref_logits.pt", weights_only=True)
     ids, stored = reference["input_ids"][0].tolist(), reference["logits"][0, :-1]
     engine = make_engine(folder, dtype=dtype)
+    if dtype == "bf16" and "fp8" in name and native is not None:
+        assert (engine.info.fingerprint["program"], engine.info.fingerprint["linear_kernels"]) == (
+            "native",
+            f"native fp8 × fp8, {native.isa()}",
+        )
     made = torch.zeros_like(stored)
 
     def observe(request_id, position, logits):

@@ -11,7 +11,8 @@ void bind_linear(nb::module_& module) {
   nb::enum_<Numbers>(module, "Numbers")
       .value("bf16", Numbers::bf16)
       .value("int8", Numbers::int8)
-      .value("int4", Numbers::int4);
+      .value("int4", Numbers::int4)
+      .value("fp8", Numbers::fp8);
   nb::enum_<Scales>(module, "Scales")
       .value("none", Scales::none)
       .value("bf16", Scales::bf16)
@@ -20,7 +21,9 @@ void bind_linear(nb::module_& module) {
   nb::enum_<Activations::Mode>(module, "Activations")
       .value("exact", Activations::Mode::exact)
       .value("int8_group", Activations::Mode::int8_group)
-      .value("int8_row", Activations::Mode::int8_row);
+      .value("int8_row", Activations::Mode::int8_row)
+      .value("fp8_group", Activations::Mode::fp8_group)
+      .value("fp8_row", Activations::Mode::fp8_row);
 
   nb::class_<PackedWeight>(module, "PackedWeight", "A linear's weight as the kernels read it; borrows its tensors.")
       .def(

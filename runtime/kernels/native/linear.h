@@ -12,6 +12,8 @@ struct Activations {
     exact,       // bf16 as it comes, products summed in fp32
     int8_group,  // rounded to int8 with one scale, max|x| / 127, for each group of the weight
     int8_row,    // rounded to int8 with one scale a row, max|x| / 127.5, or input_scale where that is not 0
+    fp8_group,   // rounded to e4m3, of fp8 weights: one scale, max|x| / 448, for each group of the weight
+    fp8_row,     // likewise one scale a row, or input_scale where that is not 0
   } mode = Mode::exact;
   float input_scale = 0;
 };

@@ -34,7 +34,7 @@ constexpr int64_t kRowsOfTask = 192;  // that share it
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchAhead = 2048;
 
 constexpr int64_t line_bytes(Numbers numbers) {  // of 8 inputs and kLane outputs
-  return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int8 ? 128 : 64;
+  return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int4 ? 64 : 128;
 }
 
 // ---- The input, made ready
@@ -46,6 +46,16 @@ struct ExactInput {
   const InputPair* items;
   int64_t stride;
   const float* sums;  // [rows][groups]
+};
+
+// Pairs as well, of which a scale is taken out: x is, or is about, scale * q. What fp8 weights multiply.
+struct ScaledInput {
+  using Item = InputPair;
+  static constexpr int kItemsOfStep = 4;
+  const InputPair* items;
+  int64_t stride;
+  const float* scales;  // [rows][groups]
+  const float* sums;    // none: fp8 is symmetric
 };
 
 // Rounded: four int8 an item. x is about scale * q.
@@ -86,17 +96,21 @@ float sum(const float* x, int64_t count) {
   return sum_of(total) + rest;
 }
 
-void prepare_row(const PackedWeight& w, const float* x, InputPair* items, float* sums) {
+void store_items(const float* x, int64_t count, InputPair* items) {
 #ifdef __AVX512BF16__
   auto* halves = reinterpret_cast<uint16_t*>(items);
-  for (int64_t k = 0; k < w.padded_in(); k += 8) {
+  for (int64_t k = 0; k < count; k += 8) {
     uint16_t sixteen[kLane];
     store_bf16(sixteen, load_floats(x + k));
     memcpy(halves + k, sixteen, 16);
   }
 #else
-  memcpy(items, x, w.padded_in() * sizeof(float));
+  memcpy(items, x, count * sizeof(float));
 #endif
+}
+
+void prepare_row(const PackedWeight& w, const float* x, InputPair* items, float* sums) {
+  store_items(x, w.padded_in(), items);
   if (!sums) return;
   for (int64_t g = 0; g < w.num_groups(); g++) {
     const int64_t first = g * w.group_size, end = min(first + w.group_size, w.in_features);
@@ -153,6 +167,27 @@ void prepare_row(const PackedWeight& w, Activations activations, const float* x,
   }
 }
 
+// x, rounded in place. e4m3 is exact in bf16.
+void prepare_row(const PackedWeight& w, Activations activations, float* x, InputPair* items, float* scales) {
+  const int64_t groups = w.num_groups();
+  const bool by_group = activations.mode == Activations::Mode::fp8_group;
+  float scale = activations.input_scale;
+  if (!by_group && scale == 0) scale = largest(x, w.in_features) / 448;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t first = g * w.group_size, end = g + 1 == groups ? w.padded_in() : first + w.group_size;
+    if (by_group) scale = largest(x + first, end - first) / 448;
+    const Floats divisor = broadcast(scale);
+    // The last vector may reach into the next group, or beyond the row, where zeros are.
+    for (int64_t k = first; k < end; k += kLane) {
+      alignas(64) float sixteen[kLane];
+      store_floats(sixteen, round_to_e4m3(divide(load_floats(x + k), divisor)));
+      memcpy(x + k, sixteen, min(kLane, end - k) * sizeof(float));
+    }
+    scales[g] = scale;
+  }
+  store_items(x, w.padded_in(), items);
+}
+
 struct InputMemory {
   Scratch items, sums, scales, starts;
 };
@@ -189,6 +224,25 @@ ExactInput prepare_exact(const PackedWeight& w, Rows rows, int64_t num_rows, Inp
     prepare_row(w, x, items + row * stride, sums ? sums + row * groups : nullptr);
   });
   return {items, stride, sums};
+}
+
+ScaledInput prepare_scaled(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows,
+                           InputMemory& memory) {
+  const int64_t groups = w.num_groups();
+  auto* scales = memory.scales.get<float>(num_rows * groups);
+  if (activations.mode == Activations::Mode::exact) {
+    const ExactInput x = prepare_exact(w, rows, num_rows, memory);
+    for (int64_t index = 0; index < num_rows * groups; index++) scales[index] = 1;
+    return {x.items, x.stride, scales, nullptr};
+  }
+  const int64_t stride = w.padded_in() / 2;
+  auto* items = memory.items.get<InputPair>(num_rows * stride);
+  for_rows(num_rows, [&](int64_t row) {
+    float* x = row_of_floats(w);
+    gather(w, rows.x + row * rows.stride, x);
+    prepare_row(w, activations, x, items + row * stride, scales + row * groups);
+  });
+  return {items, stride, scales, nullptr};
 }
 
 RoundedInput prepare_rounded(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows,
@@ -249,6 +303,9 @@ LLMQ_INLINE void expand(const uint8_t* p, Pair out[4]) {
   } else if constexpr (kNumbers == Numbers::int8) {
     expand_int8_line(p, out);
     expand_int8_line(p + 64, out + 2);
+  } else if constexpr (kNumbers == Numbers::fp8) {
+    expand_e4m3_line(p, out);
+    expand_e4m3_line(p + 64, out + 2);
   } else {
     for (int i = 0; i < 4; i++) out[i] = expand_bf16_line(p + 64 * i);
   }
@@ -264,10 +321,14 @@ LLMQ_INLINE void expand(const uint8_t* p, Ints out[2]) {
 }
 
 LLMQ_INLINE Floats begin_sum(const ExactInput&, int64_t) { return zero_floats(); }
+LLMQ_INLINE Floats begin_sum(const ScaledInput&, int64_t) { return zero_floats(); }
 LLMQ_INLINE Ints begin_sum(const RoundedInput& x, int64_t index) { return broadcast_int(x.starts[index]); }
 LLMQ_INLINE Floats add_product(Floats sum, const Pair& w, const InputPair* x) { return dot_pair(sum, w, x); }
 LLMQ_INLINE Ints add_product(Ints sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
 LLMQ_INLINE Floats end_sum(const ExactInput&, int64_t, Floats sum) { return sum; }
+LLMQ_INLINE Floats end_sum(const ScaledInput& x, int64_t index, Floats sum) {
+  return multiply(sum, broadcast(x.scales[index]));
+}
 LLMQ_INLINE Floats end_sum(const RoundedInput& x, int64_t index, Ints sum) {
   return multiply(to_floats(sum), broadcast(x.scales[index]));
 }
@@ -282,6 +343,8 @@ struct KindOf<ExactInput> {
   static constexpr bool kHoldsTotals = false;
   static constexpr int64_t kWeightBytes = kPairBytes;
 };
+template <>
+struct KindOf<ScaledInput> : KindOf<ExactInput> {};
 template <>
 struct KindOf<RoundedInput> {
   using Weight = Ints;
@@ -672,12 +735,15 @@ void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& si
 
 void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows, const Sink& sink) {
   thread_local InputMemory memory;
+  if (w.numbers_type == Numbers::fp8) {
+    return run<Numbers::fp8>(w, prepare_scaled(w, activations, rows, num_rows, memory), num_rows, sink);
+  }
   if (activations.mode == Activations::Mode::exact || w.numbers_type == Numbers::bf16) {
     const ExactInput x = prepare_exact(w, rows, num_rows, memory);
     switch (w.numbers_type) {
       case Numbers::bf16: return run<Numbers::bf16>(w, x, num_rows, sink);
       case Numbers::int8: return run<Numbers::int8>(w, x, num_rows, sink);
-      case Numbers::int4: return run<Numbers::int4>(w, x, num_rows, sink);
+      default: return run<Numbers::int4>(w, x, num_rows, sink);
     }
   }
   const RoundedInput x = prepare_rounded(w, activations, rows, num_rows, memory);

@@ -50,7 +50,7 @@ void pack_numbers(Numbers type, const void* rows, int64_t out_features, int64_t 
       const int64_t first = block * kLane, num_rows = out_features - first < kLane ? out_features - first : kLane;
       const uint8_t* bytes = static_cast<const uint8_t*>(rows) + first * in_features;
       if (type == Numbers::int4) pack_int4_block(bytes, in_features, num_rows, lines, to);
-      if (type == Numbers::int8) pack_int8_block(bytes, in_features, num_rows, to);
+      if (type == Numbers::int8 || type == Numbers::fp8) pack_int8_block(bytes, in_features, num_rows, to);
       if (type == Numbers::bf16) {
         pack_bf16_block(static_cast<const uint16_t*>(rows) + first * in_features, in_features, num_rows,
                         reinterpret_cast<uint16_t*>(to));

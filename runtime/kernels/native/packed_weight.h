@@ -10,7 +10,7 @@ constexpr int64_t kLane = 16;
 // Every weight's in_features is filled up to a multiple of this with zeros.
 constexpr int64_t kInputStep = 8;
 
-enum class Numbers { bf16, int8, int4 };
+enum class Numbers { bf16, int8, int4, fp8 };
 enum class Scales { none, bf16, fp16, fp32 };
 
 // A linear's weight [out_features, in_features] as the kernels read it; borrows its memory.
@@ -19,12 +19,12 @@ enum class Scales { none, bf16, fp16, fp32 };
 //     weight[o, column_order[j]] = scale[o, g] * u[o, j] + offset[o, g]      with g = j / group_size
 //
 // u counts from 0: int4 in [0, 15], int8 in [0, 255]; a weight without zeros and offsets is symmetric, its zero is
-// 8 or 128. bf16 numbers are the weight itself, without scales.
+// 8 or 128. bf16 numbers are the weight itself, without scales; fp8 ones (e4m3fn, no NaN among them) times a scale are.
 //
 // Blocks of kLane outputs lie one after the other. In a block, a cache line of 64 bytes holds four bytes a lane (an
 // output), and lines go up along the input:
 //     int4: 8 inputs a line: the low nibbles of bytes 0, 2, 1, 3 of a lane are inputs 0 to 3, the high ones 4 to 7
-//     int8: 4 inputs a line: bytes 0, 2, 1, 3 of a lane
+//     int8, fp8: 4 inputs a line: bytes 0, 2, 1, 3 of a lane
 //     bf16: 2 inputs a line
 // The order of bytes lets a nibble's or a byte's neighbour in bf16 be its neighbour in the input.
 // scales, zeros and offsets: [block][group][kLane].
@@ -46,7 +46,7 @@ struct PackedWeight {
   int64_t num_groups() const { return scales_type == Scales::none ? 1 : (in_features + group_size - 1) / group_size; }
   // Bytes of a block of kLane outputs.
   int64_t block_bytes() const {
-    const int64_t bits = numbers_type == Numbers::bf16 ? 16 : numbers_type == Numbers::int8 ? 8 : 4;
+    const int64_t bits = numbers_type == Numbers::bf16 ? 16 : numbers_type == Numbers::int4 ? 4 : 8;
     return padded_in() * bits / 8 * kLane;
   }
 };

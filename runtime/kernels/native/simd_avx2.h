@@ -113,6 +113,22 @@ LLMQ_INLINE Ints round_to_int8(Floats v, int8_t* p) {
   return whole;
 }
 
+// The nearest e4m3 number, ties to even, within [-448, 448]; a NaN stays one.
+LLMQ_INLINE __m256 round_to_e4m3(__m256 v) {
+  const __m256 limited = _mm256_min_ps(_mm256_set1_ps(448), _mm256_max_ps(_mm256_set1_ps(-448), v));
+  const __m256i bits = _mm256_castps_si256(limited);
+  const __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
+  const __m256i moved = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7ffff)));
+  const __m256 normal = _mm256_castsi256_ps(_mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(0xfff00000))));
+  // Below 2^-6 the step is 2^-9, the last bit of this.
+  const __m256 magic = _mm256_set1_ps(0x1.8p14f);
+  const __m256 small = _mm256_sub_ps(_mm256_add_ps(limited, magic), magic);
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), limited);
+  const __m256 rounded = _mm256_blendv_ps(normal, small, _mm256_cmp_ps(size, _mm256_set1_ps(0x1p-6f), _CMP_LT_OQ));
+  return _mm256_blendv_ps(rounded, v, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
+LLMQ_INLINE Floats round_to_e4m3(Floats v) { return {round_to_e4m3(v.a), round_to_e4m3(v.b)}; }
+
 // Each lane's sum of four products of an unsigned byte and a signed one. By words: pairs of bytes, as
 // _mm256_maddubs_epi16 adds them, can exceed 16 bits.
 LLMQ_INLINE __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
@@ -175,6 +191,27 @@ LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
   const Ints v = load_line(p);
   out[0] = {centered<0, 8>(v), centered<16, 8>(v)};
   out[1] = {centered<8, 8>(v), centered<24, 8>(v)};
+}
+// The e4m3 at `shift` of each lane.
+template <int kShift>
+LLMQ_INLINE __m256 e4m3_byte(__m256i v) {
+  const __m256i u = _mm256_srli_epi32(v, kShift), size = _mm256_and_si256(u, _mm256_set1_epi32(0x7f));
+  const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32((127 - 7) << 23));
+  // Those below 2^-6 have no leading one: m * 2^-9.
+  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
+  const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(7));
+  const __m256 bits = _mm256_blendv_ps(small, _mm256_castsi256_ps(normal), _mm256_castsi256_ps(is_normal));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(u, 24), _mm256_set1_epi32(static_cast<int>(0x80000000)));
+  return _mm256_or_ps(bits, _mm256_castsi256_ps(sign));
+}
+template <int kShift>
+LLMQ_INLINE Floats e4m3_byte(Ints v) {
+  return {e4m3_byte<kShift>(v.a), e4m3_byte<kShift>(v.b)};
+}
+LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[2]) {
+  const Ints v = load_line(p);
+  out[0] = {e4m3_byte<0>(v), e4m3_byte<16>(v)};
+  out[1] = {e4m3_byte<8>(v), e4m3_byte<24>(v)};
 }
 LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) {
   const Ints v = load_line(p);

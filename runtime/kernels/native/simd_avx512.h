@@ -76,6 +76,21 @@ LLMQ_INLINE Ints round_to_int8(Floats v, int8_t* p) {
 }
 LLMQ_INLINE Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 
+// The nearest e4m3 number, ties to even, within [-448, 448]; a NaN stays one.
+LLMQ_INLINE Floats round_to_e4m3(Floats v) {
+  const __m512 limited = _mm512_min_ps(_mm512_set1_ps(448), _mm512_max_ps(_mm512_set1_ps(-448), v));
+  const __m512i bits = _mm512_castps_si512(limited);
+  const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
+  const __m512i moved = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7ffff)));
+  const __m512 normal = _mm512_castsi512_ps(_mm512_and_si512(moved, _mm512_set1_epi32(static_cast<int>(0xfff00000))));
+  // Below 2^-6 the step is 2^-9, the last bit of this.
+  const __m512 magic = _mm512_set1_ps(0x1.8p14f);
+  const __m512 small = _mm512_sub_ps(_mm512_add_ps(limited, magic), magic);
+  const __mmask16 is_small = _mm512_cmp_ps_mask(_mm512_abs_ps(limited), _mm512_set1_ps(0x1p-6f), _CMP_LT_OQ);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_mask_mov_ps(_mm512_mask_mov_ps(normal, is_small, small), is_nan, v);
+}
+
 // Each lane's sum of four products of an unsigned byte and a signed one.
 LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
   // The intrinsic, but for GCC 12: where sums fill most registers it copies each to another one and back, every time.
@@ -139,6 +154,23 @@ LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
 }
 LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) { return load_pair(p); }
 
+// bf16 of the e4m3 numbers below 2^-6, which have no leading one: m * 2^-9.
+alignas(64) constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
+// e4m3 in the lower bytes of words, whatever the upper ones hold; their signs are in bit 15 of `signs`.
+LLMQ_INLINE Pair pair_of_e4m3(Ints v, Ints signs) {
+  const Ints shifted = _mm512_slli_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0x7f)), 4);
+  const Ints normal = _mm512_add_epi16(shifted, _mm512_set1_epi16((127 - 7) << 7));
+  const __mmask32 is_small = _mm512_testn_epi16_mask(v, _mm512_set1_epi16(0x78));
+  const Ints size = _mm512_mask_permutexvar_epi16(normal, is_small, v, _mm512_load_si512(kSmall));
+  return {_mm512_ternarylogic_epi32(size, signs, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), 0xf8)};  // a | (b & c)
+}
+LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[2]) {
+  const Ints v = load_line(p);
+  out[0] = pair_of_e4m3(v, _mm512_slli_epi16(v, 8));
+  out[1] = pair_of_e4m3(_mm512_srli_epi16(v, 8), v);
+}
+
 #else
 
 struct Pair {
@@ -174,6 +206,24 @@ LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
   const Ints v = load_line(p);
   out[0] = {centered_byte<0>(v), centered_byte<16>(v)};
   out[1] = {centered_byte<8>(v), centered_byte<24>(v)};
+}
+// The e4m3 at `shift` of each lane.
+template <int kShift>
+LLMQ_INLINE Floats e4m3_byte(Ints v) {
+  const Ints u = kShift ? _mm512_srli_epi32(v, kShift) : v;
+  const Ints size = _mm512_and_si512(u, _mm512_set1_epi32(0x7f));
+  const Ints normal = _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32((127 - 7) << 23));
+  // Those below 2^-6 have no leading one: m * 2^-9.
+  const __m512 small = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(0x1p-9f));
+  const __mmask16 is_small = _mm512_testn_epi32_mask(u, _mm512_set1_epi32(0x78));
+  const Ints bits = _mm512_mask_mov_epi32(normal, is_small, _mm512_castps_si512(small));
+  const Ints sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, _mm512_slli_epi32(u, 24), sign, 0xf8));  // a | (b & c)
+}
+LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[2]) {
+  const Ints v = load_line(p);
+  out[0] = {e4m3_byte<0>(v), e4m3_byte<16>(v)};
+  out[1] = {e4m3_byte<8>(v), e4m3_byte<24>(v)};
 }
 LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) {
   const Ints v = load_line(p);

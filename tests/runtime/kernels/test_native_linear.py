@@ -1,5 +1,7 @@
 """Products by every instruction set against float64: random shapes, tails, strides, memory that must stay as it was."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from random_weights import make
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import ActivationScheme
 from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.layers.linear import QuantizedActivationLinear
 from llmq.runtime.layers.native_linear import NativeLinear, rounded_to_int8
+from llmq.runtime.layers.rounded_input import round_input
 
 pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
 
@@ -186,15 +190,26 @@ def test_integer_weights(isa):
 
 
 @pytest.mark.parametrize(
-    ("bits", "mode"), [(4, "exact"), (4, "int8_group"), (8, "exact"), (8, "int8_row"), (16, "exact")]
+    ("kind", "mode"),
+    [
+        ("int4", "exact"),
+        ("int4", "int8_group"),
+        ("int8", "exact"),
+        ("int8", "int8_row"),
+        ("bf16", "exact"),
+        ("fp8", "exact"),
+        ("fp8", "fp8_row"),
+        ("fp8", "fp8_group"),
+    ],
 )
-def test_a_row_is_the_same_whatever_is_beside_it(isa, bits, mode):
-    out, in_ = 72, 1200
-    weight = (
-        torch.randn(out, in_).bfloat16()
-        if bits == 16
-        else make("int", bits, "group" if mode != "int8_row" else "channel", out, in_, 1, zero="int", group_size=80)
-    )
+def test_a_row_is_the_same_whatever_is_beside_it(isa, kind, mode):
+    out, in_, strategy = 72, 1200, "channel" if mode.endswith("row") else "group"
+    if kind == "bf16":
+        weight = torch.randn(out, in_).bfloat16()
+    elif kind == "fp8":
+        weight = fp8_weight(strategy, "exact", out, in_, 80, 1)
+    else:
+        weight = make("int", int(kind[3:]), strategy, out, in_, 1, zero="int", group_size=80)
     linear = NativeLinear(weight, None)
     x = input_of(230, in_, 0)
     activations = getattr(native.Activations, mode)
@@ -223,6 +238,114 @@ def test_int8_products_are_those_of_torch(isa):
         expected = torch._int_mm(q, weight.values.T).float() * scale * weight.scale.float().T
         assert torch.equal(product(linear, linear.activations, x, torch.float32), expected)
         assert torch.equal(linear(x), expected.bfloat16())
+
+
+FP8 = st.sampled_from(
+    [
+        (strategy, kind)
+        for strategy in ("tensor", "channel", "group", "block")
+        for kind in ("exact", "dynamic", "static", "grouped")
+        if kind != "grouped" or strategy in ("group", "block")
+    ]
+)
+
+
+def fp8_weight(strategy: str, activation: str, out: int, in_: int, group_size: int, seed: int) -> QuantizedWeight:
+    """Of all e4m3 numbers but NaN, those below 2**-6 too. `activation`: of `FP8`."""
+    weight = make("float", 8, strategy, out, in_, seed, block_rows=8, group_size=group_size)
+    codes = torch.randint(0, 127, (out, in_), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    signs = torch.randint(0, 2, (out, in_), generator=torch.Generator().manual_seed(seed + 1), dtype=torch.uint8)
+    size = group_size if activation == "grouped" else None
+    scheme = None if activation == "exact" else ActivationScheme("float", 8, activation != "static", size)
+    return dataclasses.replace(
+        weight,
+        scheme=dataclasses.replace(weight.scheme, activation=scheme),
+        values=(codes | signs << 7).view(torch.float8_e4m3fn),
+        input_scale=torch.tensor(0.003) if activation == "static" else None,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ROWS,
+    shape=SHAPES,
+    case=FP8,
+    group_size=st.sampled_from([8, 16, 24, 128]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def fp8_case(rows, shape, case, group_size, has_bias, seed):
+    out, in_ = shape
+    weight = fp8_weight(*case, out, in_, group_size, seed)
+    bias = torch.randn(out, generator=torch.Generator().manual_seed(seed)) if has_bias else None
+    x = input_of(rows, in_, seed + 1)
+    assert NativeLinear.runs(weight, torch.bfloat16)
+    linear = NativeLinear(weight, bias)
+    made = product(linear, linear.activations, x, torch.float32)
+    scheme, inputs = weight.scheme.activation, x.double()
+    if scheme is not None:
+        q, scale = round_input(x.float(), scheme, weight.input_scale)
+        columns = in_ if scheme.group_size is None else scheme.group_size
+        inputs = q.double() * scale.double().repeat_interleave(columns, 1)[:, :in_]
+    columns = group_size if weight.scheme.strategy in ("group", "block") else in_
+    scales = weight.spread_blocks().scales().double().expand(out, -1)
+    dense = weight.values.float().double() * scales.repeat_interleave(columns, 1)[:, :in_]
+    check(made, inputs, dense, bias)
+    assert torch.equal(linear(x), made.bfloat16())
+
+
+def test_fp8_weights(isa):
+    fp8_case()
+
+
+def test_fp8_products_are_those_of_torch(isa):
+    """Of numbers whose sums are exact in float32, scaled in the same order; but torch rounds a sum before it scales."""
+    generator = torch.Generator().manual_seed(0)
+    weight = fp8_weight("channel", "dynamic", 96, 304, 16, 3)
+    values = torch.randint(-16, 17, (96, 304), generator=generator).float()
+    weight = dataclasses.replace(weight, values=values.to(torch.float8_e4m3fn))
+    x = torch.randint(-16, 17, (33, 304), generator=generator).bfloat16()
+    x[:, 0] = 100.0
+    q, scale = round_input(x.float(), weight.scheme.activation, None)
+    expected = (q @ values.T) * scale * weight.scale.T
+    linear = NativeLinear(weight, None)
+    for rows in (1, 3, 33):
+        assert torch.equal(product(linear, linear.activations, x[:rows], torch.float32), expected[:rows])
+    by_torch = QuantizedActivationLinear(weight, None, torch.bfloat16)(x).float()
+    assert float((by_torch - expected).abs().div(expected.abs()).nan_to_num().max()) < 2**-7
+
+
+def test_fp8_inputs_round_as_torch_does(isa):
+    """An identity shows what the input became: of every half way between two e4m3 numbers, and beyond the largest."""
+    numbers = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([numbers, between, between * (1 - 2**-7), between * (1 + 2**-7), torch.tensor([463.0, 500.0, 1e30])])
+    x = torch.cat([x, -x]).bfloat16()
+    x = torch.nn.functional.pad(x, (0, -len(x) % 8))
+    weight = fp8_weight("tensor", "static", len(x), len(x), 16, 0)
+    weight = dataclasses.replace(
+        weight,
+        values=torch.eye(len(x)).to(torch.float8_e4m3fn),
+        scale=torch.ones(1, 1),
+        input_scale=torch.tensor(1.0),
+    )
+    linear = NativeLinear(weight, None)
+    expected = round_input(x.float()[None], weight.scheme.activation, weight.input_scale)[0]
+    assert torch.equal(product(linear, linear.activations, x[None], torch.float32), expected)
+    x[3] = torch.nan
+    assert bool(linear(x[None]).isnan().all())
+
+
+def test_fp8_that_has_no_native_product():
+    fine = fp8_weight("channel", "dynamic", 16, 32, 16, 0)
+    nan = fine.values.view(torch.uint8).clone()
+    nan[3, 4] = 0xFF
+    grouped = ActivationScheme("float", 8, True, 16)
+    assert NativeLinear.runs(fine, torch.bfloat16)
+    assert not NativeLinear.runs(dataclasses.replace(fine, values=nan.view(torch.float8_e4m3fn)), torch.bfloat16)
+    for scheme in (grouped, ActivationScheme("int", 8)):
+        other = dataclasses.replace(fine, scheme=dataclasses.replace(fine.scheme, activation=scheme))
+        assert not NativeLinear.runs(other, torch.bfloat16)
 
 
 def test_int8_activations_are_asked_for(isa):
