@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -49,12 +49,6 @@ class RunnerRequest:
             views.append(view)
         return views
 
-    def shifted(self) -> "RunnerRequest":
-        """As it is without its first token, with the same blocks: each token in the place of the one before it."""
-        view = copy.copy(self)
-        view.token_ids = self.token_ids[1:]
-        return view
-
     def scored_positions(self, item: ScheduledRequest) -> range:
         """Positions of `item` whose logits score a prompt token: that of p is predicted at p - 1."""
         if not self.score_prompt:
@@ -96,21 +90,34 @@ class BatchInputs:
         layout: KVCacheLayout,
         device: torch.device,
     ) -> "BatchInputs":
-        counts = [item.num_scheduled_tokens for item in items]
+        spans = []
+        for item, request in zip(items, requests, strict=True):
+            start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+            token_ids = request.token_ids[start:end]
+            spans.append((start, [*token_ids, *item.draft_token_ids] if item.draft_token_ids else token_ids))
+        made = cls.of_spans(spans, [request.block_ids for request in requests], layout, device)
+        return replace(made, output_rows=_output_rows(items, requests, made.query_start_loc, device))
+
+    @classmethod
+    def of_spans(
+        cls,
+        spans: Sequence[tuple[int, Sequence[int]]],
+        block_ids: Sequence[Sequence[list[int]]],
+        layout: KVCacheLayout,
+        device: torch.device,
+    ) -> "BatchInputs":
+        """For each sequence tokens from a position on, and its block table in each group."""
+        counts = [len(token_ids) for _, token_ids in spans]
         query_start_loc = list(itertools.accumulate(counts, initial=0))
-        spans = [(item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens) for item in items]
-        num_tokens, owners = query_start_loc[-1], np.repeat(np.arange(len(items)), counts)
-        scheduled = (
-            itertools.chain(request.token_ids[start:end], item.draft_token_ids)
-            for item, request, (start, end) in zip(items, requests, spans, strict=True)
-        )
-        token_ids = np.fromiter(itertools.chain.from_iterable(scheduled), dtype=np.int64, count=num_tokens)
+        num_tokens, owners = query_start_loc[-1], np.repeat(np.arange(len(spans)), counts)
+        scheduled = itertools.chain.from_iterable(token_ids for _, token_ids in spans)
+        token_ids = np.fromiter(scheduled, dtype=np.int64, count=num_tokens)
         behind = np.array([start - row for (start, _), row in zip(spans, query_start_loc, strict=False)])
         positions = np.arange(num_tokens) + behind[owners]
-        seq_lens = [end for _, end in spans]
+        seq_lens = [start + count for (start, _), count in zip(spans, counts, strict=True)]
         attention = []
         for index, group in enumerate(layout.groups):
-            table = _block_table([request.block_ids[index] for request in requests])
+            table = _block_table([tables[index] for tables in block_ids])
             blocks = table[owners, positions // group.block_tokens]
             offsets = positions % group.block_tokens
             attention.append(
@@ -129,7 +136,6 @@ class BatchInputs:
             query_start_loc=query_start_loc,
             attention=tuple(attention),
             group_of_layer=layout.group_of_layer,
-            output_rows=_output_rows(items, requests, query_start_loc, device),
         )
 
 

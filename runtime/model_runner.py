@@ -15,7 +15,8 @@ from llmq.runtime.programs.base import Program
 from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.sampling.logprobs import score_tokens
 from llmq.runtime.sampling.sampler import Sampler
-from llmq.runtime.scheduler_output import RequestResult, ScheduledRequest, SchedulerOutput, StepResult
+from llmq.runtime.scheduler_output import DraftPass, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
+from llmq.runtime.speculative.draft_pass import DraftPasses
 from llmq.runtime.speculative.drafter import Drafter
 from llmq.runtime.speculative.verification import sample_with_drafts
 
@@ -36,15 +37,16 @@ class ModelRunner:
         device: torch.device,
         drafter: Drafter | None = None,
         *,
+        passes: DraftPasses | None = None,
         is_alone: bool = True,
     ) -> None:
         """is_alone: no other rank computes the same program. Of several the first samples, the others have no sampler
-        and learn of its tokens by `take_tokens`."""
+        and learn of its tokens by `take_tokens`. Nor have they a drafter: `passes` computes their part of it."""
         self.program = program
         self.sampler = sampler
         self.device = device
         self.store = store
-        self.drafter = drafter
+        self.drafter, self._passes = drafter, passes
         self._is_alone = is_alone
         self.logits_observer: LogitsObserver | None = None
         self._requests: dict[str, RunnerRequest] = {}
@@ -83,6 +85,10 @@ class ModelRunner:
             ends = self.sampler.end_token_ids(request.params)
             draft = list(itertools.takewhile(lambda token_id, ends=ends: token_id not in ends, draft))
             results[request.request_id] = msgspec.structs.replace(results[request.request_id], draft_token_ids=draft)
+
+    def follow(self, told: DraftPass) -> None:
+        """This rank's part of what the first rank's drafter computes."""
+        self._passes.follow(told, self._requests)
 
     def take_tokens(self, sampled: Mapping[str, list[int]]) -> None:
         """What the first rank sampled in the last step."""
@@ -129,7 +135,8 @@ class ModelRunner:
 
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
         inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
-        if self.drafter is not None and self.drafter.reads_hidden == "all":
+        reads_all = self._passes is not None and self._passes.reads_hidden  # on every rank, which compute alike
+        if reads_all or (self.drafter is not None and self.drafter.reads_hidden == "all"):
             inputs = replace(inputs, output_rows=None)
         hidden = self.program.forward(inputs)
         rows: list[int] = []  # of `hidden`, from which tokens are sampled:

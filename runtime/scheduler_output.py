@@ -52,6 +52,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftTerms = DraftTerms()
 
 
+class DraftPass(msgspec.Struct, frozen=True, tag=True):
+    """What a drafter computes between two steps: tokens of requests from a position on. The first rank decides on it as
+    it goes, and tells those that have the same requests and know of no guess."""
+
+    request_ids: list[str]
+    starts: list[int]
+    token_ids: list[list[int]]
+    are_named: list[bool]  # the word after the last token is asked for
+    features: bytes = b""  # hidden states beside the tokens, of EAGLE's pairs
+
+
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the runner made of one ScheduledRequest."""
 

@@ -1,6 +1,6 @@
 """Worker: one rank of an engine, or all of it: weights, KV blocks, and the runner over them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,13 @@ from llmq.runtime.memory_profile import CudaMemory, DeviceMemory, largest_step, 
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.collectives import Collectives
+from llmq.runtime.parallel.shard_plan import check_ranks
 from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
 from llmq.runtime.sampling.on_cpu import draw_on_cpu
 from llmq.runtime.sampling.sampler import Choose, Sampler
+from llmq.runtime.scheduler_output import DraftPass
+from llmq.runtime.speculative.draft_pass import DraftPasses
 from llmq.runtime.speculative.drafter import Drafter
 from llmq.runtime.speculative.eagle import EagleLoader, EagleModel
 from llmq.runtime.speculative.eagle_drafter import EagleDrafter
@@ -165,18 +168,26 @@ class Worker:
         )
 
     def make_runner(
-        self, num_blocks: int, sampler: Sampler | None = None, *, is_alone: bool | None = None
+        self,
+        num_blocks: int,
+        sampler: Sampler | None = None,
+        *,
+        is_alone: bool | None = None,
+        tell: Callable[[DraftPass], None] | None = None,
     ) -> ModelRunner:
-        """Allocate the KV blocks. The first rank samples, and guesses. is_alone: `ModelRunner`'s; None: one rank is."""
+        """Allocate the KV blocks. The first rank samples, and guesses: where others compute its passes too, by `tell`,
+        and not without. is_alone: `ModelRunner`'s; None: one rank is."""
         layout = rank_layout(self.cached, self.config, self.dtypes)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
         program = self._program(self.model, self.architecture, store)
-        drafter = None if sampler is None else self._make_drafter(program, store, sampler)
+        passes = self._draft_passes(program, store, tell)
+        is_heard = passes is None or self.collectives is None or tell is not None
+        drafter = self._make_drafter(passes, store, sampler) if sampler is not None and is_heard else None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was only used while graphs were captured
         if is_alone is None:
             is_alone = self.collectives is None
-        return ModelRunner(program, store, sampler, self.device, drafter, is_alone=is_alone)
+        return ModelRunner(program, store, sampler, self.device, drafter, passes=passes, is_alone=is_alone)
 
     def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
         ranks = self.config.tensor_parallel
@@ -215,21 +226,30 @@ class Worker:
                 f"ends with its last layer ({', '.join(FAMILIES)} can end before)"
             )
 
-    def _make_drafter(self, base: Program, store: KVStore, sampler: Sampler) -> Drafter | None:
+    def _draft_passes(
+        self, base: Program, store: KVStore, tell: Callable[[DraftPass], None] | None
+    ) -> DraftPasses | None:
+        """Of a drafter that has layers."""
+        if (layers := self.config.speculation and self.config.speculation.draft_layers) is not None:
+            body = self._program(self.model.first_layers(layers), self.architecture, store)
+        elif self.drafter is not None:
+            body = self._program(self.drafter.model, self.drafter.architecture, store)
+        else:
+            return None
+        is_head = self.drafter is not None and self.drafter.is_head
+        return DraftPasses(body, base if is_head else body, store, reads_hidden=is_head, tell=tell)
+
+    def _make_drafter(self, passes: DraftPasses | None, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:
             return None
         guesser = Guesser(Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
         if self.config.speculation.method == "medusa":
             return MedusaDrafter(self._medusa_heads, guesser)
         if (num_layers := self.config.speculation.draft_layers) is not None:
-            program = self._program(self.model.first_layers(num_layers), self.architecture, store)
-            return FirstLayersDrafter(program, store, guesser, num_layers)
+            return FirstLayersDrafter(passes, store.layout, guesser, num_layers)
         if self.drafter is None:
             return NgramDrafter()
-        program = self._program(self.drafter.model, self.drafter.architecture, store)
-        if self.drafter.is_head:
-            return EagleDrafter(program, base, store, guesser)
-        return ModelDrafter(program, store, guesser)
+        return (EagleDrafter if self.drafter.is_head else ModelDrafter)(passes, store.layout, guesser)
 
     def _set_threads(self) -> None:
         threads, ranks = self.config.threads, self.config.tensor_parallel
@@ -248,8 +268,6 @@ class DraftWorker:
     def __init__(self, worker: Worker, folder: Path) -> None:
         """Reads config and headers, and no weight. Raises InputError for what cannot guess for the worker's model."""
         config = worker.config
-        if config.tensor_parallel > 1:
-            raise InputError(f"--draft-model: a drafter runs on one rank, not with --tp {config.tensor_parallel}")
         if worker.dtypes.has_static_kv_scales:
             raise InputError(
                 "--draft-model: this checkpoint's scales of the KV-cache are not the drafter's; say --kv-dtype bf16"
@@ -263,8 +281,19 @@ class DraftWorker:
         # `--head` and `--activations` are of the model: what its own weights are made for is best for a drafter.
         own = msgspec.structs.replace(config, head="auto", activations="auto")
         self.numerics = native_numerics(self.checkpoint, own, worker.dtypes, worker.device.type)
+        if self.architecture.family is not None and config.tensor_parallel > 1:
+            try:
+                check_ranks(self.architecture, self.checkpoint.config, config.tensor_parallel)
+            except InputError as error:
+                raise InputError(f"--draft-model {folder}: {error}") from None
         if self.is_head:
-            self.loader = EagleLoader(self.checkpoint, base=worker.checkpoint, dtype=dtype, device=worker.device)
+            self.loader = EagleLoader(
+                self.checkpoint,
+                base=worker.checkpoint,
+                dtype=dtype,
+                device=worker.device,
+                collectives=worker.collectives,
+            )
         else:
             self.loader = make_loader(
                 self.checkpoint,
@@ -272,6 +301,7 @@ class DraftWorker:
                 worker.device,
                 config.batch_invariant,
                 self.numerics,
+                worker.collectives,
                 first_layer=worker.architecture.num_layers,
             )
 

@@ -111,10 +111,10 @@ class RankExecutor:
                 memory = min(_profiles(worker, processes, thread), key=lambda profile: profile.spare_bytes)
                 plan = worker.plan(memory.spare_bytes)
             processes.send(Allocate(plan.num_blocks))
-            allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler))
+            allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler, tell=processes.send))
             processes.expect(Allocated)
             meeting.result()
-            weight_bytes = worker.model.num_bytes + sum(other.weight_bytes for other in others)
+            weight_bytes = worker.weight_bytes + sum(other.weight_bytes for other in others)
             return cls(allocating.result(), thread, processes, collectives, weight_bytes), plan, memory
         except BaseException:
             thread.close()

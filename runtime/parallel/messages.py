@@ -4,7 +4,7 @@ import msgspec
 
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.memory import MemoryProfile
-from llmq.runtime.scheduler_output import SchedulerOutput
+from llmq.runtime.scheduler_output import DraftPass, SchedulerOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -66,5 +66,5 @@ class LostPeer(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToRank = Start | Meet | Profile | Allocate | Step | Stop
+ToRank = Start | Meet | Profile | Allocate | Step | DraftPass | Stop
 FromRank = Loaded | Profiled | Allocated | Failed | LostPeer

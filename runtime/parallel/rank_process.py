@@ -30,6 +30,7 @@ from llmq.runtime.parallel.messages import (
     ToRank,
 )
 from llmq.runtime.parent_watch import die_with_parent
+from llmq.runtime.scheduler_output import DraftPass
 
 if TYPE_CHECKING:
     from llmq.runtime.model_runner import ModelRunner
@@ -58,7 +59,7 @@ class RankProcess:
 
         worker = Worker(config, collectives)
         worker.load()
-        self.send(Loaded(worker.model.num_bytes))
+        self.send(Loaded(worker.weight_bytes))
         runner: ModelRunner | None = None
         while not isinstance(message := self._receive(), Stop):
             match message:
@@ -72,6 +73,8 @@ class RankProcess:
                 case Step(plan, sampled):
                     runner.take_tokens(sampled)
                     runner.execute(plan)
+                case DraftPass():
+                    runner.follow(message)
 
     def send(self, message: FromRank) -> None:
         self._connection.send_bytes(msgspec.msgpack.encode(message))

@@ -6,8 +6,9 @@ sees the pairs before it. What comes out stands for h[p + 1]: the model's own he
 guess comes of that pair. This is that paper's version; the several hidden states of EAGLE-3 are not read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from llmq.runtime.kv_store import KVStore
 from llmq.runtime.layers.rope import RotaryEmbedding
 from llmq.runtime.layers.self_attention import Step
 from llmq.runtime.models.decoder import Decoder, ResidualBlock
+from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.weights import DecoderLoader, TensorReader
 
 _PREFIX = "model."
@@ -30,7 +32,7 @@ _PREFIX = "model."
 class EagleModel:
     """The pairs of a step -> what stands for the next hidden states."""
 
-    embedding: Tensor  # [vocab_size, hidden_size], its own or the model's
+    embed: Callable[[Tensor], Tensor]  # token ids -> [num_tokens, hidden_size], by its own words or the model's
     join: Tensor  # [hidden_size, 2 * hidden_size]
     join_bias: Tensor | None
     blocks: Sequence[ResidualBlock]
@@ -40,7 +42,7 @@ class EagleModel:
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
         """[num_tokens, hidden_size] of the pairs of `inputs.token_ids` and `inputs.features`."""
         step = Step.of(inputs, store, attention, self.ropes)
-        pairs = torch.cat([self.embedding[inputs.token_ids], inputs.features], dim=-1)
+        pairs = torch.cat([self.embed(inputs.token_ids), inputs.features], dim=-1)
         hidden = nn.functional.linear(pairs, self.join, self.join_bias)
         for block in self.blocks:
             hidden = block(hidden, step)
@@ -64,8 +66,17 @@ class EagleLoader(DecoderLoader):
     """Of a folder as the authors publish it: config.json, and in safetensors `fc.weight` (and `fc.bias`), `layers.0.…`
     without an input norm of the first layer, and `embed_tokens.weight` where it is not the model's."""
 
-    def __init__(self, checkpoint: Checkpoint, *, base: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """`base`: the model that it guesses for. Raises InputError for a folder of another model."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        base: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """`base`: the model that it guesses for. collectives: of the ranks that share its layer, as `DecoderLoader`'s.
+        Raises InputError for a folder of another model."""
         family, architecture = checkpoint.architecture.family, checkpoint.architecture
         if family is None:
             raise InputError(f"--draft-model: model_type {architecture.model_type!r} is no decoder of llmq's own")
@@ -77,7 +88,8 @@ class EagleLoader(DecoderLoader):
                 f"--draft-model {checkpoint.path}: a head of a model of {sizes[0][0]} hidden features and "
                 f"{sizes[0][1]} words; this one has {sizes[1][0]} and {sizes[1][1]}"
             )
-        super().__init__(checkpoint, family, dtype, device, first_layer=base.architecture.num_layers)
+        first_layer = base.architecture.num_layers
+        super().__init__(checkpoint, family, dtype, device, collectives=collectives, first_layer=first_layer)
         self.tensors = _WithoutPrefix(checkpoint)
 
     def load_head(self, model: Decoder, max_model_len: int) -> EagleModel:
@@ -94,10 +106,17 @@ class EagleLoader(DecoderLoader):
         self._check_all_read()
         tensors = [tensor for tensor in (own, join, bias) if tensor is not None]
         return EagleModel(
-            embedding=model.embedding if own is None else own,
+            embed=partial(_embed, model) if own is None else own.__getitem__,
             join=join,
             join_bias=bias,
             blocks=blocks,
             ropes=list(dict.fromkeys(rope for rope in ropes if rope is not None)),
             num_bytes=sum(tensor.nbytes for tensor in tensors) + sum(block.num_bytes for block in blocks),
         )
+
+
+def _embed(model: Decoder, token_ids: Tensor) -> Tensor:
+    """Words of the model as they are stored, without what its family multiplies them by."""
+    if model.vocabulary is None:
+        return model.embedding[token_ids]
+    return model.vocabulary.embed(model.embedding, token_ids)

@@ -1,17 +1,15 @@
 """EagleDrafter: guesses by EAGLE's layer (`eagle.py`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from llmq.runtime.batch import BatchInputs, RunnerRequest
-from llmq.runtime.kv_store import KVStore
-from llmq.runtime.programs.base import Program
+from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative import pass_drafter
-from llmq.runtime.speculative.guesses import Guesser
+from llmq.runtime.speculative.draft_pass import Span
 from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
 
 
@@ -31,11 +29,6 @@ class EagleDrafter(PassDrafter[_Text]):
 
     name = "an EAGLE head"
     reads_hidden = "all"
-
-    def __init__(self, head: Program, base: Program, store: KVStore, guesser: Guesser) -> None:
-        """`head` runs the layer over `store`, `base` names words."""
-        super().__init__(store, guesser)
-        self._head, self._base = head, base
 
     def _follow(self, item: ScheduledRequest, request: RunnerRequest) -> _Text:
         rows, computed = request.hidden, item.num_computed_tokens
@@ -63,39 +56,28 @@ class EagleDrafter(PassDrafter[_Text]):
         if not spans:
             return []
         features = torch.cat([text.features[:num_new] for text, num_new in spans])
-        hidden = self._pairs([(text, text.num_computed, num_new) for text, num_new in spans], features)
-        ready = []
-        for (text, num_new), rows in zip(spans, hidden.split([num_new for _, num_new in spans]), strict=True):
+        ready, places = [], []
+        for text, num_new in spans:
+            is_ready = text.is_complete and text.draft.count > 0 and num_new == len(text.features)
+            ready += [text] if is_ready else []
+            places.append((text, text.num_computed, num_new, is_ready))
             text.num_computed += num_new
             text.features = text.features[num_new:]
-            if text.is_complete and text.draft.count > 0 and not len(text.features):
-                text.last = rows[-1]
-                ready.append(text)
-        self._name(ready, terms)
+        self._pairs(places, features, terms)
         return ready
 
     def _guess(self, texts: Sequence[_Text], terms: DraftTerms) -> None:
-        places = [(text, text.num_computed + len(text.draft.guess.token_ids) - 1, 1) for text in texts]
-        for text, row in zip(texts, self._pairs(places, torch.stack([text.last for text in texts])), strict=True):
-            text.last = row
-        self._name(texts, terms)
+        places = [(text, text.num_computed + len(text.draft.guess.token_ids) - 1, 1, True) for text in texts]
+        self._pairs(places, torch.stack([text.last for text in texts]), terms)
 
-    def _pairs(self, places: Sequence[tuple[_Text, int, int]], features: Tensor) -> Tensor:
-        """What comes out of so many pairs of each text from a position on, [num_pairs, hidden_size]."""
-        steps = [
-            ScheduledRequest(
-                request_id=text.draft.view.request_id,
-                num_computed_tokens=position,
-                num_scheduled_tokens=num_pairs,
-                samples=False,
-            )
-            for text, position, num_pairs in places
+    def _pairs(self, places: Sequence[tuple[_Text, int, int, bool]], features: Tensor, terms: DraftTerms) -> None:
+        """Compute so many pairs of each text from a position on, and add a guess where the last one is to bring it."""
+        spans = [
+            Span(text.draft.view, start, text.draft.view.token_ids[start + 1 : start + 1 + num_pairs], is_named)
+            for text, start, num_pairs, is_named in places
         ]
-        views = [text.draft.view.shifted() for text, _, _ in places]
-        inputs = BatchInputs.build(steps, views, self._store.layout, self._store.device)
-        return self._head.forward(replace(inputs, output_rows=None, features=features))
-
-    def _name(self, texts: Sequence[_Text], terms: DraftTerms) -> None:
-        if texts:
-            logits = self._base.logits(torch.stack([text.last for text in texts]))
-            self._guesser.add(logits, [text.draft for text in texts], terms)
+        hidden, logits = self._passes.run(spans, features)
+        for (text, _, _, _), rows in zip(places, hidden.split([count for _, _, count, _ in places]), strict=True):
+            text.last = rows[-1]
+        if named := [text.draft for text, _, _, is_named in places if is_named]:
+            self._guesser.add(logits, named, terms)

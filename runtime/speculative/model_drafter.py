@@ -6,13 +6,11 @@ Drafting by the first layers of the model itself: Elhoushi et al. 2024, LayerSki
 
 from collections.abc import Sequence
 
-import torch
-
-from llmq.runtime.batch import BatchInputs, RunnerRequest
-from llmq.runtime.kv_store import KVStore
-from llmq.runtime.programs.base import Program
+from llmq.profiles.kv_spec import KVCacheLayout
+from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative import pass_drafter
+from llmq.runtime.speculative.draft_pass import DraftPasses, Span
 from llmq.runtime.speculative.guesses import Guess, Guesser
 from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
 
@@ -20,11 +18,9 @@ from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
 class ModelDrafter(PassDrafter[Followed]):
     reads_hidden = "nothing"
 
-    def __init__(self, program: Program, store: KVStore, guesser: Guesser) -> None:
-        """`program` runs the drafter over `store`."""
-        super().__init__(store, guesser)
-        self.name = f"a model by {program.name}"
-        self._program = program
+    def __init__(self, passes: DraftPasses, layout: KVCacheLayout, guesser: Guesser) -> None:
+        super().__init__(passes, layout, guesser)
+        self.name = f"a model by {passes.name}"
 
     def _follow(self, item: ScheduledRequest, request: RunnerRequest) -> Followed:
         text = self._texts.setdefault(request.request_id, Followed(item.num_computed_tokens))
@@ -62,26 +58,14 @@ class ModelDrafter(PassDrafter[Followed]):
         """Compute the next tokens of texts, and add a guess to those in `guessed`, whose last token is among them."""
         if not spans:
             return
-        wanted = {id(text) for text in guessed}
-        steps = [
-            ScheduledRequest(
-                request_id=text.draft.view.request_id,
-                num_computed_tokens=text.num_computed,
-                num_scheduled_tokens=num_new,
-                samples=id(text) in wanted,
-            )
-            for text, num_new in spans
-        ]
-        views = [text.draft.view for text, _ in spans]
-        inputs = BatchInputs.build(steps, views, self._store.layout, self._store.device)
-        hidden = self._program.forward(inputs)
+        wanted, computed = {id(text) for text in guessed}, []
         for text, num_new in spans:
+            view, start = text.draft.view, text.num_computed
+            computed.append(Span(view, start, view.token_ids[start : start + num_new], id(text) in wanted))
             text.num_computed += num_new
-        if not guessed:
-            return
-        rows = [end - 1 for end, step in zip(inputs.query_start_loc[1:], steps, strict=True) if step.samples]
-        logits = self._program.logits(hidden[torch.tensor(rows, device=hidden.device)])
-        self._guesser.add(logits, [text.draft for text in guessed], terms)
+        _, logits = self._passes.run(computed)
+        if guessed:
+            self._guesser.add(logits, [text.draft for text in guessed], terms)
 
 
 class FirstLayersDrafter(ModelDrafter):
@@ -92,10 +76,10 @@ class FirstLayersDrafter(ModelDrafter):
     any: what drafting leaves there is never attended to by the model, nor in a block that the prefix cache knows.
     """
 
-    def __init__(self, program: Program, store: KVStore, guesser: Guesser, num_layers: int) -> None:
-        """`program` runs the first `num_layers` layers of the model over `store`."""
-        super().__init__(program, store, guesser)
-        self.name = f"its first {num_layers} layers by {program.name}"
+    def __init__(self, passes: DraftPasses, layout: KVCacheLayout, guesser: Guesser, num_layers: int) -> None:
+        """`passes` computes the first `num_layers` layers of the model."""
+        super().__init__(passes, layout, guesser)
+        self.name = f"its first {num_layers} layers by {passes.name}"
 
     def _follow(self, item: ScheduledRequest, request: RunnerRequest) -> Followed:
         text = super()._follow(item, request)

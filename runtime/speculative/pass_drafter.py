@@ -7,9 +7,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.batch import RunnerRequest
-from llmq.runtime.kv_store import KVStore
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
+from llmq.runtime.speculative.draft_pass import DraftPasses
 from llmq.runtime.speculative.guesses import Draft, Guesser
 from llmq.runtime.speculative.pass_price import PassPrice
 
@@ -36,9 +37,9 @@ class PassDrafter(ABC, Generic[Text]):
     Its K and V behind a prefix hit are taken to be there: where they are not, guesses are worse and no text changes.
     """
 
-    def __init__(self, store: KVStore, guesser: Guesser) -> None:
-        """`store` is the model's and the drafter's."""
-        self._store, self._guesser, self._price = store, guesser, PassPrice()
+    def __init__(self, passes: DraftPasses, layout: KVCacheLayout, guesser: Guesser) -> None:
+        """`passes` computes its layers; `layout`: of the KVStore, which is the model's and the drafter's."""
+        self._passes, self._layout, self._guesser, self._price = passes, layout, guesser, PassPrice()
         self._texts: dict[str, Text] = {}
 
     def forget(self, request_id: str) -> None:
@@ -75,5 +76,5 @@ class PassDrafter(ABC, Generic[Text]):
         return [text for text in texts if id(text.draft) in kept]
 
     def _num_slots(self, request: RunnerRequest) -> int:
-        groups = self._store.layout.groups
-        return min(len(ids) * group.block_tokens for ids, group in zip(request.block_ids, groups, strict=True))
+        pairs = zip(request.block_ids, self._layout.groups, strict=True)
+        return min(len(ids) * group.block_tokens for ids, group in pairs)

@@ -1,39 +1,16 @@
 """EAGLE's layer: read as published, its guesses against transformers' own layer, and without a trace in the text."""
 
-import json
-
 import pytest
 import torch
 from drafters import everything, prompts
 from engine_driver import Reference, force_preemption, greedy, run_all
-from safetensors.torch import save_file
+from random_heads import save_head
 
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import Speculation
 from llmq.runtime.sampling_params import SamplingParams
 
 HIDDEN = 64
-
-
-def save_head(folder, base, *, own_embedding: bool = False, bias: bool = False, **config):
-    """A random head of one layer for the model in `base`, which has as many KV heads unless `config` says otherwise."""
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    settings = AutoConfig.from_pretrained(base)
-    settings.update({"num_hidden_layers": 1, "initializer_range": 0.2, **config})
-    layer = LlamaForCausalLM(settings).state_dict()
-    tensors = {name.removeprefix("model."): tensor for name, tensor in layer.items() if ".layers." in name}
-    del tensors["layers.0.input_layernorm.weight"]
-    tensors["fc.weight"] = torch.randn(settings.hidden_size, 2 * settings.hidden_size) / 8
-    if bias:
-        tensors["fc.bias"] = torch.randn(settings.hidden_size)
-    if own_embedding:
-        tensors["embed_tokens.weight"] = torch.randn(settings.vocab_size, settings.hidden_size)
-    folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**settings.to_dict(), "model_type": "llama"}, default=str))
-    return folder
 
 
 def with_head(make_engine, folder, head, k: int = 4, *, adaptive: bool = False, **changes):

@@ -4,30 +4,12 @@ import pytest
 import torch
 from drafters import everything, prompts, use
 from engine_driver import greedy, run_all
-from safetensors.torch import save_file
+from random_heads import HEADS, HIDDEN, VOCAB, random_heads, save_heads
 
 from llmq.profiles.errors import InputError
 from llmq.runtime.config import Speculation
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.speculative.medusa import FILE, load_heads
-
-HIDDEN, VOCAB, HEADS = 64, 512, 3
-
-
-def save_heads(folder, tensors) -> None:
-    folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE)
-
-
-def random_heads(num_layers: int = 1, words: int = VOCAB, seed: int = 0) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for head in range(HEADS):
-        for layer in range(num_layers):
-            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=draw) / 8
-            tensors[f"{head}.{layer}.linear.bias"] = torch.randn(HIDDEN, generator=draw)
-        tensors[f"{head}.{num_layers}.weight"] = torch.randn(words, HIDDEN, generator=draw)
-    return tensors
+from llmq.runtime.speculative.medusa import load_heads
 
 
 def with_heads(make_engine, folder, heads, **changes):
