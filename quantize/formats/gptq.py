@@ -122,14 +122,14 @@ def _assemble(
     zeros = unpack_unsigned(qzeros, bits, out_features)
     zeros = (zeros.to(torch.int16) + zero_offset) % (1 << bits)
     start, stop = rows or (0, out_features)
-    values, in_here = qweight[:, start:stop].T, in_features  # a view: of a mapped file nothing is read yet
+    values = qweight[:, start:stop].T  # a view: of a mapped file nothing is read yet
     order = column_groups = None
     if stored.get("g_idx") is not None and groups > 1:
         order = column_order(module_name, scheme, in_features, stored["g_idx"])
     is_ordered, per_word = order is not None, 32 // _gcd(bits)
     if is_ordered and columns is not None and not (columns[0] % per_word or columns[1] % per_word):
-        (first, last), columns, order = columns, None, None
-        values, in_here = values[:, first * bits // 32 : last * bits // 32], last - first
+        (first, last), columns = columns, None
+        numbers = unpack_unsigned(values[:, first * bits // 32 : last * bits // 32], bits, last - first)
         column_groups = stored["g_idx"][first:last].to(torch.int64)
     elif is_ordered:
         values = sorted_columns(values, bits, order)
@@ -141,13 +141,14 @@ def _assemble(
         )
     weight = QuantizedWeight(
         scheme=replace(scheme, has_column_groups=is_ordered),
-        shape=(stop - start, in_here),
+        shape=(stop - start, in_features),
         values=values,
         scale=scales[:, start:stop].T,
         zero_point=None if scheme.symmetric else zero_point,
         column_order=order,
-        column_groups=column_groups,
     )
+    if column_groups is not None:
+        return weight.in_runs(numbers, column_groups).contiguous()
     return part_of(weight, None, columns).contiguous()
 
 

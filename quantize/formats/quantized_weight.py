@@ -8,7 +8,8 @@ The meaning is always affine, per group of columns:
 with q signed: [-8, 7] for 4 bits, [-128, 127] for 8, an e4m3 or e2m1 number for floats; u = q + 2**(bits-1), so that
 Q4_1's and the K blocks' minimum is exact where the scale is zero too. `g(j) = j // group_size`; one group a row is
 per-channel, one scale for the whole tensor is per-tensor; a scale of a block is shared by `block_rows` rows. Columns
-cut out of a weight in activation order have groups of unequal sizes: there `g(j)` is `column_groups[j]`.
+cut out of a weight in activation order are more than they were, the rest of weight zero (`group_runs.py`): the weight
+of an input column is the sum of its stored columns'.
 
 A scale may be a product of two, as NVFP4 and the K blocks of GGUF store it: `scale` itself in few bits, times an
 `outer_scale` that several groups share; `offset` and `outer_offset` likewise.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from llmq.quantize.formats.group_runs import RUN, grouped_in_runs
 from llmq.quantize.formats.packing import e2m1_to, e4m3_to, pack_int32, pack_unsigned, unpack_int32, unpack_unsigned
 from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
 
@@ -43,7 +45,6 @@ _TENSORS = (
     "outer_offset",
     "input_scale",
     "column_order",
-    "column_groups",
 )
 
 
@@ -61,7 +62,6 @@ class QuantizedWeight:
     input_scale: float32 scalar, of a static activation scheme; None otherwise.
     column_order: int64 [in], the input column that each stored column multiplies, of a checkpoint in activation order,
                   whose groups then lie together; None: as they come.
-    column_groups: int64 [in], the group of each stored column where groups are unequal; None: `group_size` in each.
     """
 
     scheme: WeightScheme
@@ -71,7 +71,6 @@ class QuantizedWeight:
     zero_point: Tensor | None = None
     input_scale: Tensor | None = None
     column_order: Tensor | None = None
-    column_groups: Tensor | None = None
     offset: Tensor | None = None
     outer_scale: Tensor | None = None
     outer_offset: Tensor | None = None
@@ -110,7 +109,8 @@ class QuantizedWeight:
         weight = self.dequantize_as_stored(dtype)
         if self.column_order is None:
             return weight
-        return torch.empty_like(weight).index_copy_(1, self.column_order.to(weight.device), weight)
+        order = self.column_order.to(weight.device)
+        return weight.new_zeros(self.out_features, int(order.max()) + 1).index_add_(1, order, weight)
 
     def dequantize_as_stored(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """`dequantize`, its columns in the stored order: multiplies `x.index_select(1, column_order)`."""
@@ -152,8 +152,8 @@ class QuantizedWeight:
     def slice_columns(self, start: int, stop: int) -> "QuantizedWeight":
         """Input features start to stop - 1, as views. Raises FormatError where they do not end with a group.
 
-        Of a weight in activation order, whose groups lie across all of the input, any columns, copied: they are put in
-        the order of the input, each with its group.
+        Of a weight in activation order, whose groups lie across all of the input, any columns, copied, in runs of a
+        group (`group_runs.py`).
         """
         if not 0 <= start < stop <= self.in_features:
             raise FormatError(f"columns {start} to {stop} of a weight with {self.in_features}")
@@ -179,14 +179,25 @@ class QuantizedWeight:
 
     def _input_columns(self, start: int, stop: int) -> "QuantizedWeight":
         """Of a packed weight in activation order."""
+        if self.in_features > int(self.column_order.max()) + 1:
+            raise FormatError("columns of a part of a weight in activation order: cut them out of the whole")
         places = torch.argsort(self.column_order)[start:stop]
         numbers = unpack_unsigned(self.values, self.scheme.bits, self.in_features).index_select(1, places)
+        return self.in_runs(numbers, places // self.scheme.group_size)
+
+    def in_runs(self, numbers: Tensor, groups: Tensor) -> "QuantizedWeight":
+        """Input columns of this packed weight in activation order: their u, [out, n], and the group of each."""
+        scheme = self.scheme
+        middle = 1 << (scheme.bits - 1)
+        numbers, scale, zero, order = grouped_in_runs(numbers, groups, self.scale, self.zero_point, middle)
         return replace(
             self,
-            shape=(self.out_features, stop - start),
-            values=pack_unsigned(numbers, self.scheme.bits),
-            column_order=None,
-            column_groups=places // self.scheme.group_size,
+            scheme=replace(scheme, group_size=RUN),
+            shape=(self.out_features, len(order)),
+            values=pack_unsigned(numbers, scheme.bits),
+            scale=scale,
+            zero_point=zero,
+            column_order=order,
         )
 
     @property
@@ -228,16 +239,12 @@ class QuantizedWeight:
 
     @property
     def _columns_of_a_scale(self) -> int:
-        if self.column_groups is not None:
-            return 1
         return self.scheme.group_size if self.scheme.strategy in ("group", "block") else self.in_features
 
     def _spread(self, per_group: Tensor) -> Tensor:
         """[rows of scales, groups] -> [out or 1, groups, 1]"""
         if self.scheme.strategy == "block":
             per_group = per_group.repeat_interleave(self.scheme.block_rows, 0)[: self.out_features]
-        if self.column_groups is not None:
-            per_group = per_group.index_select(1, self.column_groups)
         return per_group.unsqueeze(-1)
 
     def _value_columns(self, start: int, stop: int) -> Tensor:

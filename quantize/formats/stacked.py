@@ -48,7 +48,6 @@ def _are_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
         and (one.outer_scale is None) == (other.outer_scale is None)
         and _equal(one.input_scale, other.input_scale)
         and _equal(one.column_order, other.column_order)
-        and _equal(one.column_groups, other.column_groups)
     )
 
 

@@ -164,8 +164,6 @@ def make_linear(
         return SplitLinear(
             [make_linear([w], [b], dtype, native, int8_activations) for w, b in zip(weights, biases, strict=True)]
         )
-    if merged.column_groups is not None:
-        return WeightOnlyLinear(merged, bias, dtype)
     if native and NativeLinear.runs(merged, dtype):
         return NativeLinear(merged, bias, int8_activations)
     if native and triton_runs(merged.values.device.type):

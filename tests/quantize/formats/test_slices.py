@@ -117,6 +117,29 @@ def test_columns_of_a_weight_in_activation_order(bits, zero, seed, data):
     part = weight.slice_columns(start, stop)
     assert torch.equal(part.dequantize(), weight.dequantize()[:, start:stop])
     assert torch.equal(part.slice_rows(2, 5).dequantize(), weight.dequantize()[2:5, start:stop])
+    # An ordinary weight in groups of 32, at most 31 columns of each of its 6 groups being filled up.
+    assert part.scheme.group_size == 32
+    assert part.in_features % 32 == 0
+    assert part.in_features <= stop - start + 6 * 31
+    x = torch.randn(3, stop - start)
+    product = x.index_select(1, part.column_order) @ part.dequantize_as_stored().T
+    torch.testing.assert_close(product, x @ weight.dequantize()[:, start:stop].T, rtol=1e-4, atol=1e-4)
+
+
+def test_what_fills_up_a_run_is_zero_and_of_its_own_group():
+    weight = make("int", 4, "group", 8, 96, 3, zero="int", order=True)
+    part = weight.slice_columns(0, 48)
+    stored = part.dequantize_as_stored()
+    groups = weight.scheme.group_size * torch.arange(6).repeat_interleave(16)
+    group_of_input = torch.empty(96, dtype=torch.int64).index_copy_(0, weight.column_order, groups)
+    for run in range(part.in_features // 32):
+        columns = part.column_order[32 * run : 32 * run + 32]
+        assert len(set(group_of_input[columns].tolist())) == 1
+        first = {int(column): place for place, column in reversed(list(enumerate(columns)))}
+        more = [place for place, column in enumerate(columns) if first[int(column)] != place]
+        assert (stored[:, 32 * run : 32 * run + 32][:, more] == 0).all()
+    with pytest.raises(FormatError, match="cut them out of the whole"):
+        part.slice_columns(0, 8)
 
 
 def test_slices_share_the_memory_of_the_whole():

@@ -17,6 +17,7 @@ from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.quantize.formats.scheme import ActivationScheme
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.kv_store import KVStore
+from llmq.runtime.layers.linear import make_linear
 from llmq.runtime.models.loader import make_loader
 
 PROMPTS = [[(7 * row + 11 * place) % 480 + 3 for place in range(9 + 14 * row)] for row in range(3)]
@@ -131,7 +132,28 @@ EXACT = [
 def test_integer_weights(tmp_path, model_type, format_name, weight):
     source = save_tiny_model(tmp_path / "source", model_type)
     decoders, _ = check(quantize_folder(source, tmp_path / "made", format_name, weight), 2)
-    assert all("dense" not in decoder.kernels for decoder in decoders)
+    # No kernel is the slow one that runs any weight: a rank's columns in activation order are ordinary groups.
+    assert all(decoder.kernels == {"dequantize planes"} for decoder in decoders)
+
+
+@pytest.mark.parametrize("zero", [None, "int"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_columns_in_activation_order_run_by_the_packed_kernels(zero, num_ranks):
+    """In bf16 on a CPU: a part's linear is one of a whole weight's kind, and the parts' sum is its product."""
+    weight = make("int", 4, "group", 64, 384, 0, zero=zero, group_size=128, order=True)
+    weight = replace(weight, scale=weight.scale.bfloat16())
+    x = torch.randn(5, 384).bfloat16()
+    exact = x.double() @ weight.dequantize().double().T
+    for native in (False, True):
+        whole = make_linear([weight], [None], torch.bfloat16, native)
+        width, total = 384 // num_ranks, 0
+        for rank in range(num_ranks):
+            columns = slice(rank * width, (rank + 1) * width)
+            part = weight.slice_columns(columns.start, columns.stop)
+            linear = make_linear([part], [None], torch.bfloat16, native)
+            assert linear.kernel == whole.kernel
+            total = total + linear(x[:, columns]).double()
+        assert float((total - exact).norm() / exact.norm()) < 6e-3
 
 
 def test_quantized_experts(tmp_path):

@@ -11,7 +11,7 @@ from tiny_model import save_tiny_model
 
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import ActivationScheme, WeightScheme
-from llmq.runtime.layers.linear import QuantizedActivationLinear
+from llmq.runtime.layers.linear import QuantizedActivationLinear, make_linear
 from llmq.runtime.layers.triton_linear import TritonRoundedLinear
 from llmq.runtime.sampling_params import SamplingParams
 
@@ -128,6 +128,16 @@ def test_fp8_checkpoints_keep_16_bit_activations_where_nothing_multiplies_fp8(tm
     engine = make_engine(folder, kernels="triton")
     assert engine.info.fingerprint["linear_kernels"] == "triton fp8 × 16 bit"
     assert run_all(engine, PROMPTS[:1], greedy(2))[0].error is None
+
+
+def test_a_rank_s_columns_in_activation_order_run_by_the_kernel():
+    weight, x = make("int", 4, "group", 64, 256, 0, zero="int", group_size=64, order=True), torch.randn(3, 256)
+    total = torch.zeros(3, 64)
+    for columns in (slice(0, 128), slice(128, 256)):
+        linear = make_linear([weight.slice_columns(columns.start, columns.stop)], [None], x.dtype, native=True)
+        assert linear.kernel == "triton int4 × 16 bit"
+        total += linear(x[:, columns])
+    torch.testing.assert_close(total, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("static", [None, 0.02])
