@@ -40,6 +40,7 @@ def batch(
     activations: options.Activations = "auto",
     threads: options.Threads = None,
     tp: options.TensorParallel = 1,
+    pp: options.PipelineParallel = 1,
     json_output: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Answer a batch: /v1/chat/completions and /v1/completions, bodies as `llmq serve` takes them.
@@ -69,12 +70,13 @@ def batch(
         max_num_batched_tokens=max_num_batched_tokens,
         threads=threads,
         tensor_parallel=tp,
+        pipeline_parallel=pp,
     )
     requests = BatchFile.index(file)
     name, served_name = _model_names(requests, model, served_model_name)
     with console.progress() as progress:
         folder = find_model(name, keep_blocks=True, progress=progress)
-    options.check_ranks(folder, tp)
+    options.check_ranks(folder, tp, pp)
     config = msgspec.structs.replace(config, model=str(folder))
     # What decides a result. How many run at once does not.
     job = {

@@ -39,6 +39,10 @@ TensorParallel = Annotated[
     int,
     typer.Option("--tp", min=1, help="Ranks that share the model, a process each: a GPU or a part of the CPU."),
 ]
+PipelineParallel = Annotated[
+    int,
+    typer.Option("--pp", min=1, help="Stages that hold some of the layers each, in as many ranks as --tp says."),
+]
 Speculative = Annotated[
     str | None,
     typer.Option(
@@ -96,12 +100,13 @@ def engine_config(
     """
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import parse_dtype
+    from llmq.runtime.parallel.stage_plan import check_pipeline
 
     check_device(device)
     check_word("--kernels", kernels)
     check_word("--head", head)
     check_word("--activations", activations)
-    return EngineConfig(
+    config = EngineConfig(
         model="",
         dtype=parse_dtype("--dtype", dtype),
         kv_dtype=parse_dtype("--kv-dtype", kv_dtype),
@@ -113,18 +118,21 @@ def engine_config(
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         **others,
     )
+    check_pipeline(config)
+    return config
 
 
-def check_ranks(path: "Path", num_ranks: int) -> None:
-    """Raises InputError, before torch is imported, where a model cannot be split into so many ranks."""
+def check_ranks(path: "Path", tp: int, pp: int = 1) -> None:
+    """Raises InputError, before torch is imported, where a model cannot be split so."""
     from llmq.profiles.checkpoint import read_checkpoint
-    from llmq.runtime.parallel import shard_plan
+    from llmq.runtime.parallel import shard_plan, stage_plan
 
-    if num_ranks > 1:
+    if tp * pp > 1:
         checkpoint = read_checkpoint(path)
         architecture, config = checkpoint.architecture, checkpoint.config
         schemes = shard_plan.declared_schemes(architecture, config, checkpoint.quantization)
-        shard_plan.check_ranks(architecture, config, num_ranks, schemes)
+        shard_plan.check_ranks(architecture, config, tp, schemes)
+        stage_plan.check_stages(architecture, pp)
 
 
 def valid_ranks(

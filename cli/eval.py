@@ -60,6 +60,7 @@ def evaluate(
     activations: engine_options.Activations = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: all cores]")] = None,
     tp: engine_options.TensorParallel = 1,
+    pp: engine_options.PipelineParallel = 1,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="As serve has it.")] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Of a URL: folder of its tokenizer.", show_default=False)
@@ -86,6 +87,7 @@ def evaluate(
         threads=threads,
         batch_invariant=batch_invariant,
         tensor_parallel=tp,
+        pipeline_parallel=pp,
     )
     margin = parse_max_drop(max_drop)
     asked = EvalOptions(
@@ -116,7 +118,7 @@ def evaluate(
         baseline_folder = find_model(other, keep_blocks=True, progress=progress) if other else None
     for folder in (target, baseline_folder):
         if folder is not None:
-            engine_options.check_ranks(folder, tp)
+            engine_options.check_ranks(folder, tp, pp)
     if items:
         items.load()
 

@@ -101,6 +101,7 @@ def numerics_of(
     threads: int | None,
     batch_invariant: bool,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     **words: str,
 ) -> "Numerics":
     """`words`: kernels, head, activations. Raises InputError for a value that none of them has."""
@@ -117,5 +118,6 @@ def numerics_of(
         threads=threads,
         batch_invariant=batch_invariant,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         **words,
     )

@@ -51,6 +51,7 @@ def serve(
     activations: options.Activations = "auto",
     threads: options.Threads = None,
     tp: options.TensorParallel = 1,
+    pp: options.PipelineParallel = 1,
     speculative: options.Speculative = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     draft_model: options.DraftModel = None,
@@ -160,12 +161,13 @@ def serve(
         speculation=options.speculation(speculative, num_speculative_tokens, draft_model, draft_quant, draft_layers),
         threads=threads,
         tensor_parallel=tp,
+        pipeline_parallel=pp,
     )
     proven = _read_proof(proof)
     with console.progress() as progress:
         path = find_model(model, keep_blocks=True, progress=progress)
     engine = with_drafter(msgspec.structs.replace(engine, model=str(path)), draft_model, draft_quant)
-    options.check_ranks(path, tp)
+    options.check_ranks(path, tp, pp)
     _check_memory(path, engine)
     if proven:
         proven.check_checkpoint(path)

@@ -16,3 +16,4 @@ class Numerics:
     threads: int | None = None
     batch_invariant: bool = False
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1

@@ -96,10 +96,16 @@ class Checkpoint:
 
     def held_bytes(self, float_bytes: int) -> int:
         """Of all tensors in memory: floats of 16 bits and more in `float_bytes` each, packed ones as stored."""
-        return sum(
-            tensor.num_elements * float_bytes if tensor.dtype in _CAST_DTYPES else tensor.num_bytes
-            for tensor in self.tensors.values()
-        )
+        return sum(self.tensor_bytes(float_bytes).values())
+
+    def tensor_bytes(self, float_bytes: int | None = None) -> dict[str, int]:
+        """Of each tensor in memory (`held_bytes`); None: as stored."""
+        return {
+            name: tensor.num_elements * float_bytes
+            if float_bytes is not None and tensor.dtype in _CAST_DTYPES
+            else tensor.num_bytes
+            for name, tensor in self.tensors.items()
+        }
 
 
 def has_weights(path: Path) -> bool:

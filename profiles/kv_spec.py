@@ -105,19 +105,30 @@ class KVCacheGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """All groups of a model on one rank. Blocks of every group are equal in bytes, so that one pool serves them all."""
+    """All groups of a model on one rank. Blocks of every group are equal in bytes, so that one pool serves them all; of
+    some of the layers (`of_layers`) a block of the smaller groups has bytes to spare."""
 
     groups: tuple[KVCacheGroup, ...]
     state_bytes: int = 0  # a sequence, whatever its length, and apart from the blocks: of layers that keep a state
+    is_part: bool = False
 
     def __post_init__(self) -> None:
         sizes = {group.block_bytes for group in self.groups}
-        if len(sizes) != 1:
+        if len(sizes) != 1 and not self.is_part:
             raise ValueError(f"blocks of all groups must be equal in bytes, got {sorted(sizes)}")
 
     @property
     def block_bytes(self) -> int:
-        return self.groups[0].block_bytes
+        return max(group.block_bytes for group in self.groups)
+
+    def of_layers(self, start: int, stop: int) -> "KVCacheLayout":
+        """The part that layers [start, stop) keep, numbered from 0: the same groups and tokens a block, so that block
+        tables of the whole hold for it."""
+        groups = (
+            replace(group, layers=tuple(layer - start for layer in group.layers if start <= layer < stop))
+            for group in self.groups
+        )
+        return KVCacheLayout(tuple(groups), self.state_bytes, is_part=True)
 
     @property
     def group_of_layer(self) -> list[int]:

@@ -81,6 +81,7 @@ class BatchInputs:
     # Rows whose hidden states are read after the last layer; None: all. A forward may leave the others unfinished.
     output_rows: torch.Tensor | None = None
     features: torch.Tensor | None = None  # [num_tokens, hidden_size] beside the tokens, for EAGLE's layer
+    hidden: torch.Tensor | None = None  # [num_tokens, hidden_size] in place of tokens: what the stage before made
 
     @classmethod
     def build(

@@ -40,7 +40,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False  # bit for bit the same for a request, whatever else a step computes; slower
     slo: Slo | None = None  # of ttft and tpot: kept by small enough steps and by shedding; see `policy.SloPolicy`
     speculation: Speculation | None = None
-    tensor_parallel: int = 1  # ranks that share the model, a process each
+    tensor_parallel: int = 1  # ranks that share each layer, a process each
+    pipeline_parallel: int = 1  # stages of some layers each, of `tensor_parallel` ranks
     threads: int | None = None  # of all ranks together
     seed: int = 0  # of requests that bring none
     check_integrity: bool = False  # verify the block pool's invariants after every step
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How the model is split, by the options that ask for it."""
+        return {"--tp": self.tensor_parallel, "--pp": self.pipeline_parallel}

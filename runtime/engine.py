@@ -3,8 +3,8 @@
 import json
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -23,8 +23,9 @@ from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.memory import MemoryProfile
 from llmq.runtime.model_runner import LogitsObserver
 from llmq.runtime.pacer import Pacer
-from llmq.runtime.parallel.collectives import ProcessGroup
 from llmq.runtime.parallel.executor import RankExecutor
+from llmq.runtime.parallel.messages import Loaded
+from llmq.runtime.parallel.rank import Rank
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.programs.base import Program
 from llmq.runtime.queue_clock import QueueClock
@@ -59,7 +60,7 @@ class Engine:
         self.pacer = pacer
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
-        self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()
+        self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()  # in flight, the oldest first
         self._clock = QueueClock(clock)
         self._num_steps = self._prompt_tokens = self._generation_tokens = 0
         self._draft_s = 0.0
@@ -110,16 +111,17 @@ class Engine:
         return self.scheduler.has_requests
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what it brought. An empty list where there is nothing to do."""
+        """Start as many steps as may be in flight, wait for the oldest and return what it brought. An empty list where
+        there is nothing to do."""
         if not self.has_unfinished_requests:
             return []
         shed = [] if self.pacer is None else self.pacer.begin_step(self.scheduler)
         self._clock.forget(output.request_id for output in shed)
         if not self.has_unfinished_requests:
             return shed
-        plan = self.scheduler.schedule()
-        self._clock.schedule(new.request_id for new in plan.new_requests)
-        self._pending.append((plan, self.executor.submit(plan)))
+        while len(self._pending) < self.scheduler.depth and (plan := self.scheduler.schedule()) is not None:
+            self._clock.schedule(new.request_id for new in plan.new_requests)
+            self._pending.append((plan, self.executor.submit(plan)))
         plan, future = self._pending.popleft()
         result = future.result()
         outputs = self.scheduler.update_from_output(plan, result)
@@ -213,10 +215,8 @@ def _beam_params(request: EngineRequest) -> SamplingParams:
 
 
 def _build(config: EngineConfig) -> Engine:
-    collectives = None
-    if config.tensor_parallel > 1:
-        collectives = ProcessGroup(0, config.tensor_parallel, in_order=config.batch_invariant)
-    worker = Worker(config, collectives)  # refuses what it cannot run, reads no weight
+    rank = Rank.of(config, 0)
+    worker = Worker(config, rank)  # refuses what it cannot run, reads no weight
     plan = worker.plan_early()
     vocab_size, eos = worker.architecture.vocab_size, _eos_token_ids(worker.checkpoint)
     grammar_mask = GrammarMask(
@@ -226,16 +226,15 @@ def _build(config: EngineConfig) -> Engine:
     sampler, speculation = Sampler(eos, grammar_mask, worker.choose_tokens), config.speculation
     executor: Executor
     memory: MemoryProfile | None = None
-    if collectives is None:
+    if config.num_ranks == 1:
         worker.load()
         if plan is None:
             memory = worker.profile()
             plan = worker.plan(memory.spare_bytes)
-        executor = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler))
-        weight_bytes = worker.weight_bytes
+        executor, loaded = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler)), [worker.loaded]
     else:
-        executor, plan, memory = RankExecutor.start(worker, collectives, plan, sampler)
-        weight_bytes = executor.weight_bytes
+        executor, plan, memory = RankExecutor.start(worker, rank, plan, sampler)
+        loaded = executor.loaded
     adapts = speculation is not None and speculation.adaptive
     policy = StepPolicy(
         max_num_seqs=config.max_num_seqs,
@@ -261,36 +260,41 @@ def _build(config: EngineConfig) -> Engine:
         num_blocks=plan.num_blocks,
         block_tokens=config.block_tokens,
         num_kv_groups=len(plan.layout.groups),
-        num_ranks=config.tensor_parallel,
+        num_ranks=config.num_ranks,
+        num_stages=config.pipeline_parallel,
         kv_cache_bytes=plan.kv_cache_bytes,
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(one.weight_bytes for one in loaded),
         packed_weights=worker.loader.packed_weights,
-        device=worker.device.type if collectives else str(worker.device),
-        fingerprint=_fingerprint(worker, executor.runner.program),
+        device=worker.device.type if config.num_ranks > 1 else str(worker.device),
+        fingerprint=_fingerprint(worker, executor.runner.program, loaded[:: config.tensor_parallel]),
         pace=pace,
         memory=memory,
     )
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
-    scheduler = Scheduler(kv, policy, eos, plan.max_model_len)
+    scheduler = Scheduler(kv, policy, eos, plan.max_model_len, depth=config.pipeline_parallel)
     return Engine(scheduler, executor, info, config, pacer=pacer)
 
 
-def _fingerprint(worker: Worker, program: Program) -> dict[str, str]:
-    """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike."""
+def _fingerprint(worker: Worker, program: Program, stages: Sequence[Loaded]) -> dict[str, str]:
+    """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike. `stages`:
+    by one rank of each. How many there are decides no number."""
     tied, dtypes, numerics = worker.architecture.tie_word_embeddings, worker.dtypes, worker.numerics
     head = "int8 per row" if numerics is not None and numerics.int8_head else dtypes.dtype
+    ranks, schemes = worker.rank.collectives, Counter[str]()
+    for one in stages:
+        schemes.update(one.schemes)
     several = {}
-    if worker.collectives is not None:
-        several["tensor_parallel"] = str(worker.config.tensor_parallel)
+    if ranks is not None:
+        several["tensor_parallel"] = str(ranks.num_ranks)
         if worker.device.type == "cuda":
-            several["all_reduce"] = worker.collectives.how
+            several["all_reduce"] = ranks.how
     return {
         "model_code": worker.loader.implementation,
-        "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(worker.loader.schemes.items())),
+        "weights": ", ".join(f"{count} × {scheme}" for scheme, count in sorted(schemes.items())),
         "program": program.name,
-        "linear_kernels": ", ".join(sorted(program.model.kernels)),
+        "linear_kernels": ", ".join(sorted({kernel for one in stages for kernel in one.kernels})),
         "attention_kernel": program.attention_kernel,
-        "rope": ", ".join(sorted(program.model.rotations)),
+        "rope": ", ".join(sorted({rotation for one in stages for rotation in one.rotations})),
         "dtype": dtypes.dtype,
         "kv_dtype": f"{dtypes.kv_dtype}{', static scales' if dtypes.has_static_kv_scales else ''}",
         "head": f"{head}{', tied' if tied else ''}",

@@ -1,6 +1,7 @@
 """How many KV blocks an engine gets, from the specs that `kv-budget` prints by. No torch: also asked before a start."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -13,6 +14,7 @@ from llmq.profiles.modules import modules_of
 from llmq.profiles.units import format_bytes
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, NativeNumerics
+from llmq.runtime.parallel.stage_plan import Stage, whole
 
 # Of the memory that is free once the weights are in: a machine without a GPU is rarely only a server.
 CPU_SHARE = 0.3
@@ -115,27 +117,44 @@ def with_drafter_layers(architecture: ModelArchitecture, drafter: ModelArchitect
     return replace(architecture, attention=(*architecture.attention, *drafter.attention))
 
 
-def rank_layout(architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes) -> KVCacheLayout:
-    """Of the KV-cache on each rank."""
-    return KVCacheLayout.of(
+def rank_layout(
+    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, stage: Stage | None = None
+) -> KVCacheLayout:
+    """Of the KV-cache on each rank, or on each of a stage."""
+    layout = KVCacheLayout.of(
         architecture,
         dtypes.kv_dtype,
         block_tokens=config.block_tokens,
         tensor_parallel=config.tensor_parallel,
         dynamic_scales=not dtypes.has_static_kv_scales,
     )
+    return layout if stage is None or stage.num_stages == 1 else layout.of_layers(*stage.layers)
+
+
+def fullest_layout(
+    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, stages: Sequence[Stage]
+) -> KVCacheLayout:
+    """Of the stage whose blocks are the largest: who holds them holds as many of any other's."""
+    layouts = [rank_layout(architecture, config, dtypes, stage) for stage in stages]
+    return max(layouts, key=lambda layout: layout.block_bytes)
 
 
 def plan_kv_cache(
-    architecture: ModelArchitecture, config: EngineConfig, dtypes: Dtypes, available_bytes: int
+    architecture: ModelArchitecture,
+    config: EngineConfig,
+    dtypes: Dtypes,
+    available_bytes: int,
+    stages: Sequence[Stage] = (),
 ) -> KVCachePlan:
-    """Blocks and longest request of an engine; of several ranks each has the same blocks, with its own heads in them.
+    """Blocks and longest request of an engine; of several ranks each has the same blocks, with its own heads in them,
+    and of its own layers where there are `stages`.
 
-    `available_bytes` is what the KV-cache of a rank may take where `--kv-cache-memory` does not say. Without
+    `available_bytes` is what the KV-cache of a rank may take where `--kv-cache-memory` does not say, of the stage whose
+    blocks are the largest. Without
     `--max-model-len` the longest request is what fits, up to the model's own context. Raises InputError where one
     request cannot fit, with what it needs, what there is, and what would work.
     """
-    layout = rank_layout(architecture, config, dtypes)
+    layout = fullest_layout(architecture, config, dtypes, stages or [whole(architecture.num_layers)])
     context, step_tokens = architecture.max_position_embeddings, config.max_num_batched_tokens
     if config.max_model_len is not None and not 1 <= config.max_model_len <= context:
         raise InputError(f"--max-model-len {config.max_model_len}: this model's context is 1 to {context} tokens")

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -41,7 +41,7 @@ class ModelRunner:
         is_alone: bool = True,
     ) -> None:
         """is_alone: no other rank computes the same program. Of several the first samples, the others have no sampler
-        and learn of its tokens by `take_tokens`. Nor have they a drafter: `passes` computes their part of it."""
+        and learn of its tokens by the next plan. Nor have they a drafter: `passes` computes their part of it."""
         self.program = program
         self.sampler = sampler
         self.device = device
@@ -65,6 +65,9 @@ class ModelRunner:
         unfilled: list[int] = []
         for item, request in zip(plan.scheduled, requests, strict=True):
             unfilled += request.update_blocks(item, block_tokens)
+            if self.sampler is None and item.new_token_ids:
+                request.token_ids += item.new_token_ids
+                request.forks = []
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
         self.store.clear_blocks(unfilled)
         results = self._compute(plan.scheduled)
@@ -89,13 +92,6 @@ class ModelRunner:
     def follow(self, told: DraftPass) -> None:
         """This rank's part of what the first rank's drafter computes."""
         self._passes.follow(told, self._requests)
-
-    def take_tokens(self, sampled: Mapping[str, list[int]]) -> None:
-        """What the first rank sampled in the last step."""
-        for request_id, token_ids in sampled.items():
-            request = self._requests[request_id]
-            request.token_ids.extend(token_ids)
-            request.forks = []
 
     def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
         """Results of some of a step's items, each ending at worst in an error of its own.

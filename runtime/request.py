@@ -102,7 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     num_blocks: int
     block_tokens: int
-    num_ranks: int = 1  # `kv_cache_bytes` are of each, `weight_bytes` of all
+    num_ranks: int = 1  # `weight_bytes` are of all, `kv_cache_bytes` of each (of the fullest where they differ)
+    num_stages: int = 1  # that these ranks are in
     num_kv_groups: int = 1  # of more than one a block of each holds its own number of tokens
     kv_cache_bytes: int
     weight_bytes: int
@@ -136,6 +137,8 @@ class Request:
         self.token_ids = list(request.prompt_token_ids)
         self.draft_token_ids: list[int] = []  # guesses of what follows, to be verified in its next step
         self.num_computed_tokens = 0
+        self.num_tokens_in_flight = 0  # of steps that have not ended, behind the computed ones
+        self.num_tokens_told = 0  # to the runner
         self.num_cached_tokens = 0  # of the first admission: what the user is told
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -158,6 +161,11 @@ class Request:
         its last token."""
         num_tokens = len(self.token_ids)
         return num_tokens - 1 if self.sampling_params.max_tokens == 0 and num_tokens > 1 else num_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Computed, or in a step that computes them now."""
+        return self.num_computed_tokens + self.num_tokens_in_flight
 
     @property
     def num_output_tokens(self) -> int:

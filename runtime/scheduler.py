@@ -20,15 +20,26 @@ class Scheduler:
     `num_tokens`. Running requests go first, in order of priority and arrival, then waiting ones; a long prompt takes
     what is left of the budget. When the pool runs dry the last running request gives its blocks back and waits: its
     tokens are recomputed later.
+
+    With `depth` > 1 so many steps are in flight at once, one in each stage of a pipeline. A request whose next token is
+    being computed is in none of the others, and sequences are shared out among them; chunks of a prompt follow each
+    other without waiting. Every stage computes the steps in their order, so blocks may change hands while steps that
+    read them are in flight.
     """
 
     def __init__(
-        self, kv: KVCacheManager, policy: StepPolicy, eos_token_ids: Iterable[int], max_model_len: int
+        self,
+        kv: KVCacheManager,
+        policy: StepPolicy,
+        eos_token_ids: Iterable[int],
+        max_model_len: int,
+        depth: int = 1,
     ) -> None:
         self.kv = kv
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
+        self.depth = depth
         self.running: list[Request] = []  # in `Request.order`
         self.waiting = FairQueue()
         self.admission = Admission(kv, max_model_len)
@@ -40,6 +51,7 @@ class Scheduler:
         self._num_beams = 0
         self._known_to_runner: set[str] = set()
         self._forgotten: list[str] = []
+        self._in_flight: dict[int, list[Request]] = {}  # step -> whose tokens it computes, in its order
         self._step = 0
 
     def add_request(self, request: EngineRequest) -> None:
@@ -91,10 +103,12 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step: who computes how many tokens, with which blocks."""
-        budget = self.policy.max_num_batched_tokens
-        surplus = budget - len(self.running)  # a token for each that runs: a prompt before it leaves it that
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step: who computes how many tokens, with which blocks. None: nobody, until a step that is in flight
+        has ended (`update_from_output`)."""
+        budget, share = self.policy.max_num_batched_tokens, self._share()
+        # A token for each that runs: a prompt before it leaves it that.
+        surplus = budget - min(len(self.running), share)
         scheduled: list[tuple[Request, int]] = []
         preempted = False
         allocate_slots = partial(self.kv.allocate_slots, num_lookahead_tokens=self.policy.num_lookahead_tokens)
@@ -104,11 +118,20 @@ class Scheduler:
                 break
             if request.search is not None and request.is_held:
                 continue
+            in_flight = request.num_tokens_in_flight
+            if in_flight and request.num_planned_tokens >= request.num_tokens_to_compute:
+                continue
+            if not in_flight:
+                if share == 0:
+                    continue
+                share -= 1
             most = min(budget, 1 + max(surplus, 0))
-            num_new = self._chunk(self._num_wanted(request), request.num_computed_tokens, most)
-            while not (fits := allocate_slots(request, num_new)):
+            num_new = self._chunk(self._num_wanted(request), request.num_planned_tokens, most)
+            while not (fits := allocate_slots(request, in_flight + num_new)):
                 preempted = True
                 victim = self.running[-1]
+                if victim.num_tokens_in_flight:
+                    break
                 self._preempt(victim)
                 if victim is request:
                     break
@@ -125,26 +148,34 @@ class Scheduler:
 
         # Whoever was just preempted heads the queue: admitting now would take back the blocks that it gave.
         if not preempted:
-            self._admit_waiting(budget, scheduled)
-        while self.running and not scheduled:
+            self._admit_waiting(budget, share, scheduled)
+        while self.running and not scheduled and not self._in_flight:
             # All that run wait for siblings that have no room (or none of it but their own): they give way.
             self._preempt(self.running[-1])
-            self._admit_waiting(budget, scheduled)
-        return self._plan(scheduled)
+            self._admit_waiting(budget, self.policy.max_num_seqs, scheduled)
+        return self._plan(scheduled) if scheduled or not self._in_flight else None
 
-    def _admit_waiting(self, budget: int, scheduled: list[tuple[Request, int]]) -> None:
-        """Start waiting requests with what is left of the budget, in the queue's order, while there is room."""
+    def _share(self) -> int:
+        """Most sequences of a step: all that may run, shared out among those in flight."""
+        running = len(self.running)
+        return -(-min(running + len(self.waiting), max(running, self.policy.max_num_seqs)) // self.depth)
+
+    def _admit_waiting(self, budget: int, share: int, scheduled: list[tuple[Request, int]]) -> None:
+        """Start up to `share` waiting requests with what is left of the budget, in the queue's order, while there is
+        room."""
         if self.running and not self.policy.admit_while_running:
             return
         for request in self.waiting:
-            if budget == 0 or len(scheduled) >= self.policy.max_num_seqs:
+            if budget == 0 or share == 0 or len(scheduled) >= self.policy.max_num_seqs:
+                return
+            if self._in_flight and len(self.running) >= self.policy.max_num_seqs:
                 return
             if request.is_held:
                 continue
-            hit = self.kv.get_computed_blocks(request)
-            if hit.continues_soon and scheduled:
+            hit, is_busy = self.kv.get_computed_blocks(request), bool(scheduled or self._in_flight)
+            if hit.continues_soon and is_busy:
                 continue  # the same prefix is being computed: it waits, and takes it from the cache
-            if not self.admission.has_room(request, hit, self.running if scheduled else ()):
+            if not self.admission.has_room(request, hit, self.running if is_busy else ()):
                 return  # nobody overtakes: a large request would wait for ever
             num_new = self._chunk(request.num_tokens_to_compute, hit.num_tokens, budget)
             if not self.kv.allocate_slots(request, num_new, hit, self.policy.num_lookahead_tokens):
@@ -154,6 +185,7 @@ class Scheduler:
             scheduled.append((request, num_new))
             self.waiting.charge(request.tenant, num_new)  # at once: who is next in this very step depends on it
             budget -= num_new
+            share -= 1
 
     def _num_wanted(self, request: Request) -> int:
         """How many tokens a running request has to compute in all, the drafts behind them too where there are blocks
@@ -177,15 +209,15 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, result: StepResult) -> list[RequestOutput]:
         """Commit what a step computed and say what it brought for each request."""
         outputs: list[RequestOutput] = []
-        for item in plan.scheduled:
+        for item, request in zip(plan.scheduled, self._in_flight.pop(plan.step), strict=True):
             name = item.request_id
-            request = self._requests.get(name)
-            if request is None:
+            if self._requests.get(name) is not request:
                 continue  # aborted while the step ran
             made = result.results[name]
             if made.error is not None:
                 outputs += self._fail(request, made.error)
                 continue
+            request.num_tokens_in_flight -= item.num_scheduled_tokens
             end = item.num_computed_tokens + item.num_scheduled_tokens
             request.num_computed_tokens = end - self._count_rejected(item, made)
             if made.prompt_logprobs:
@@ -348,10 +380,11 @@ class Scheduler:
         new_requests, items = [], []
         num_tokens = num_prompt_tokens = 0
         for request, num_new in scheduled:
-            name, computed = request.request_id, request.num_computed_tokens
+            name, computed = request.request_id, request.num_planned_tokens
             if name not in self._known_to_runner:
                 self._known_to_runner.add(name)
                 new_requests.append(_in_full(request))
+                request.num_tokens_told = request.num_tokens
             first_block, block_ids = self.kv.take_new_block_ids(name)
             num_drafts = computed + num_new - len(request.token_ids)
             samples = num_drafts >= 0 and request.sampling_params.max_tokens > 0
@@ -361,16 +394,20 @@ class Scheduler:
                     num_computed_tokens=computed,
                     num_scheduled_tokens=num_new,
                     samples=samples,
+                    new_token_ids=request.token_ids[request.num_tokens_told :],
                     first_block=first_block,
                     block_ids=block_ids,
                     draft_token_ids=request.draft_token_ids[: max(0, num_drafts)],
                     max_draft_tokens=self._max_draft_tokens(request, num_drafts) if samples else 0,
                 )
             )
+            request.num_tokens_told = len(request.token_ids)
+            request.num_tokens_in_flight += num_new
             num_tokens += num_new
             if computed < request.num_prompt_tokens:
                 num_prompt_tokens += min(num_new, request.num_prompt_tokens - computed)
         self._step += 1
+        self._in_flight[self._step] = [request for request, _ in scheduled]
         forgotten, self._forgotten = self._forgotten, []
         return SchedulerOutput(
             step=self._step,

@@ -24,6 +24,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_computed_tokens: int
     num_scheduled_tokens: int
     samples: bool  # the request's last token is among them: a new one follows from it
+    new_token_ids: list[int] = []  # what followed from its last step, which ranks that do not sample learn here
     # Where its block tables have changed: for each group its blocks from `first_block` on.
     first_block: tuple[int, ...] = ()
     block_ids: tuple[list[int], ...] = ()

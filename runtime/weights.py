@@ -30,6 +30,7 @@ from llmq.runtime.packed_cache import PackedCache
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.parallel.norm import SplitRMSNorm
 from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks
+from llmq.runtime.parallel.stage_plan import Stage, whole
 from llmq.runtime.parallel.vocabulary import SplitVocabulary
 
 # Stored by some writers, and nothing of it is lost by not reading it: buffers, and a tied head's second copy.
@@ -79,9 +80,11 @@ class DecoderLoader:
         native: NativeNumerics | None = None,
         collectives: Collectives | None = None,
         first_layer: int = 0,
+        stage: Stage | None = None,
     ) -> None:
-        """collectives: of the ranks that share the decoder, of which this loads one's part; None: it is whole.
-        first_layer: its number in the KVStore, where that is another decoder's too."""
+        """collectives: of the ranks that share the layers, of which this loads one's part; None: they are whole.
+        first_layer: its number in the KVStore, where that is another decoder's too. stage: which layers, and what
+        before and behind them, are loaded; None: all."""
         self.config = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
         self.family = family
         self.architecture = checkpoint.architecture
@@ -93,6 +96,7 @@ class DecoderLoader:
         self.quantization: CheckpointFormat | None = None
         if checkpoint.quantization:
             self.quantization = format_of(checkpoint.quantization, checkpoint.tensors.keys())
+        self.stage = stage or whole(self.architecture.num_layers)
         self.collectives, self.first_layer = collectives, first_layer
         num_ranks, rank = (1, 0) if collectives is None else (collectives.num_ranks, collectives.rank)
         if num_ranks > 1:
@@ -113,25 +117,22 @@ class DecoderLoader:
     def load(self, max_model_len: int) -> Decoder:
         if self.native is not None and native is not None and self.device.type == "cpu":
             self.packed = self._packed_cache()
-        embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
-        if self.architecture.tie_word_embeddings:
-            # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
-            head = self._once("head", lambda: self._head(embedding))
-        elif self.native is not None and self.native.int8_head:
-            head = self._once("head", lambda: self._head(self._weight("lm_head")))
-        else:
-            head = self._linear("lm_head")
+        embedding = None
+        if self._is_here("model.embed_tokens.weight"):
+            embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
+        head = self._output_head(embedding) if self.stage.is_last else None
+        layers = range(*self.stage.layers)
         ropes = self._ropes(max_model_len)
         blocks = []
-        for index in range(self.architecture.num_layers):
-            blocks.append(self._block(index, self.family.attention_norms, self._attention(index, ropes[index])))
+        for index, rope in zip(layers, ropes, strict=True):
+            blocks.append(self._block(index, self.family.attention_norms, self._attention(index, rope)))
             blocks.append(self._block(index, self.family.mlp_norms, self._mlp(index)))
         decoder = Decoder(
-            embedding=embedding,
+            embedding=embedding if self.stage.is_first else None,
             embedding_scale=self._embedding_scale(),
             blocks=blocks,
-            final_norm=self._norm("model.norm"),
-            head=OutputHead(head, self._value("logits_divisor"), self._value("logits_softcap")),
+            final_norm=self._norm("model.norm") if self.stage.is_last else None,
+            head=head,
             ropes=list(dict.fromkeys(rope for rope in ropes if rope is not None)),
             dense_weights=self.dense_weights,
             vocabulary=None if self.collectives is None else SplitVocabulary.of(self.plan, self.collectives),
@@ -146,13 +147,16 @@ class DecoderLoader:
         return "" if self.packed is None else self.packed.said
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """The checkpoint's static scales of the KV-cache: layer -> K's and V's."""
+        """The checkpoint's static scales of the KV-cache: layer of the stage -> K's and V's."""
         return {
-            index: tuple(
+            index - self.stage.layers[0]: tuple(
                 float(self._dense(f"model.layers.{index}.self_attn.{name}_scale").float().squeeze()) for name in "kv"
             )
-            for index in range(self.architecture.num_layers)
+            for index in range(*self.stage.layers)
         }
+
+    def _is_here(self, name: str) -> bool:
+        return self.stage.holds(name, self.architecture.tie_word_embeddings)
 
     def _value(self, setting: str) -> Any:
         return value(getattr(self.family, setting), self.config)
@@ -161,7 +165,7 @@ class DecoderLoader:
         """The rotation of each layer, one object for all layers that rotate alike."""
         made: list[tuple[RopeParameters, RotaryEmbedding]] = []
         ropes = []
-        for parameters in self.rope_parameters:
+        for parameters in self.rope_parameters[slice(*self.stage.layers)]:
             known = next((rope for same, rope in made if same == parameters), None)
             if known is None and parameters is not None:
                 known = RotaryEmbedding(parameters, max_model_len, self.device)
@@ -192,7 +196,7 @@ class DecoderLoader:
             q_norm, k_norm = (SplitRMSNorm(norm.weight, norm.eps, self.collectives) for norm in (q_norm, k_norm))
         return SelfAttention(
             AttentionSettings(
-                layer=self.first_layer + index,
+                layer=self.first_layer + index - self.stage.layers[0],
                 num_heads=self.plan.num_heads,
                 shape=shape,
                 scale=scale,
@@ -239,6 +243,7 @@ class DecoderLoader:
     def _packed_cache(self) -> PackedCache:
         settings = {"isa": native.isa(), "numerics": str(self.native), "dtype": str(self.dtype)}
         settings["rank"] = f"{self.plan.rank} of {self.plan.num_ranks}"
+        settings["stage"] = str(self.stage.layers)
         return PackedCache(self.checkpoint, settings, packing_code())
 
     def _once(self, name: str, make: Callable[[], Linear]) -> Linear:
@@ -272,6 +277,16 @@ class DecoderLoader:
     def _made(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Linear:
         rounds = self.native is not None and self.native.int8_activations
         return make_linear(weights, biases, self.dtype, self.native is not None, rounds)
+
+    def _output_head(self, embedding: Tensor | None) -> OutputHead:
+        if self.architecture.tie_word_embeddings:
+            # The same storage, held once; native kernels want an order of their own, beside the embedding's rows.
+            head = self._once("head", lambda: self._head(embedding))
+        elif self.native is not None and self.native.int8_head:
+            head = self._once("head", lambda: self._head(self._weight("lm_head")))
+        else:
+            head = self._linear("lm_head")
+        return OutputHead(head, self._value("logits_divisor"), self._value("logits_softcap"))
 
     def _head(self, weight: Tensor) -> Linear:
         if self.native is not None and self.native.int8_head:
@@ -321,7 +336,7 @@ class DecoderLoader:
         ignored: Sequence[str] = UNUSED_SUFFIXES
         if self.architecture.tie_word_embeddings:
             ignored = (*ignored, "lm_head.weight")
-        left = [name for name in self.tensors.unread() if not name.endswith(tuple(ignored))]
+        left = [name for name in self.tensors.unread() if self._is_here(name) and not name.endswith(tuple(ignored))]
         if self.quantization:
             left = [name for name in left if not self.quantization.may_ignore(name, self.tensors)]
         if left:

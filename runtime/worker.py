@@ -1,6 +1,6 @@
 """Worker: one rank of an engine, or all of it: weights, KV blocks, and the runner over them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +31,13 @@ from llmq.runtime.memory import (
 from llmq.runtime.memory_profile import CudaMemory, DeviceMemory, largest_step, num_profile_blocks, profile_memory
 from llmq.runtime.model_runner import ModelRunner
 from llmq.runtime.models.loader import Model, make_loader
-from llmq.runtime.parallel.collectives import Collectives
+from llmq.runtime.parallel.messages import Loaded
+from llmq.runtime.parallel.rank import Rank
 from llmq.runtime.parallel.shard_plan import check_ranks
+from llmq.runtime.parallel.stage_plan import PipelineBytes, check_pipeline, stages_of
 from llmq.runtime.programs.base import Program
 from llmq.runtime.programs.choice import make_program
+from llmq.runtime.programs.stage import StageProgram
 from llmq.runtime.sampling.on_cpu import draw_on_cpu
 from llmq.runtime.sampling.sampler import Choose, Sampler
 from llmq.runtime.scheduler_output import DraftPass
@@ -50,12 +53,15 @@ from llmq.runtime.speculative.vocabulary import check_vocabulary
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, collectives: Collectives | None = None) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank | None = None) -> None:
         """Reads config and headers, and no weight. Raises InputError for what cannot run here."""
-        self.config, self.collectives = config, collectives
+        check_pipeline(config)
+        self.config, self.rank = config, rank or Rank.of(config, 0)
         self.checkpoint = read_checkpoint(Path(config.model))
         self.architecture = self.checkpoint.architecture
-        self.device = _device(config.device, config.tensor_parallel, 0 if collectives is None else collectives.rank)
+        self.stages = stages_of(self.checkpoint, config.pipeline_parallel)
+        self.stage = self.stages[0 if self.rank.link is None else self.rank.link.stage]
+        self.device = _device(config, self.rank.number)
         if config.memory_utilization is not None and self.device.type != "cuda":
             raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
         if config.enforce_eager and self.device.type != "cuda":
@@ -71,7 +77,8 @@ class Worker:
             self.device,
             config.batch_invariant,
             self.numerics,
-            collectives,
+            self.rank.collectives,
+            stage=self.stage,
         )
         if config.slo is not None and config.speculation is not None and config.speculation.method != "ngram":
             raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
@@ -84,7 +91,7 @@ class Worker:
 
     def plan_early(self) -> KVCachePlan | None:
         """The KV-cache of each rank, before any weight is read; None where it is what they leave free on a GPU."""
-        asked, ranks = self.config.kv_cache_memory_bytes, self.config.tensor_parallel
+        asked, ranks = self.config.kv_cache_memory_bytes, self.config.num_ranks
         if asked is None and self.device.type == "cuda":
             return None
         spare = available_memory_bytes() - self._planned_weight_bytes
@@ -105,11 +112,29 @@ class Worker:
         return weight_bytes(self.checkpoint, self.dtypes, self.numerics) + of_drafter
 
     @property
+    def _planned_rank_bytes(self) -> int:
+        """Of them on this rank, as `kv-budget` has it."""
+        total = self._planned_weight_bytes
+        if self.stage.num_stages > 1:
+            total = PipelineBytes.of(self.checkpoint, self.dtypes.float_bytes).of_stage(self.stage)
+        return -(-total // self.config.tensor_parallel)
+
+    @property
     def _is_first(self) -> bool:
-        return self.collectives is None or self.collectives.rank == 0
+        return self.rank.number == 0
 
     def plan(self, available_bytes: int) -> KVCachePlan:
-        return plan_kv_cache(self.cached, self.config, self.dtypes, available_bytes)
+        return plan_kv_cache(self.cached, self.config, self.dtypes, available_bytes, self.stages)
+
+    def plan_by(self, profiles: Sequence[MemoryProfile]) -> tuple[KVCachePlan, MemoryProfile]:
+        """By what each rank has left, in order: whose blocks are the fewest decides, and is returned."""
+        layouts = [rank_layout(self.cached, self.config, self.dtypes, stage) for stage in reversed(self.stages)]
+        held = [
+            layouts[rank // self.config.tensor_parallel].num_blocks(profile.spare_bytes)
+            for rank, profile in enumerate(profiles)
+        ]
+        plan = self.plan(min(held) * max(layout.block_bytes for layout in layouts))
+        return plan, profiles[held.index(min(held))]
 
     def load(self) -> None:
         """Read this rank's weights."""
@@ -134,6 +159,12 @@ class Worker:
         return self.model.num_bytes + heads + (0 if self.drafter is None else self.drafter.model.num_bytes)
 
     @property
+    def loaded(self) -> Loaded:
+        """What this rank has read."""
+        kernels, rotations = sorted(self.model.kernels), sorted(self.model.rotations)
+        return Loaded(self.weight_bytes, self.loader.schemes, kernels, rotations)
+
+    @property
     def choose_tokens(self) -> Choose | None:
         """What draws tokens on this device, in place of torch."""
         if self.numerics is None:
@@ -151,10 +182,11 @@ class Worker:
         config, share = self.config, self.config.memory_utilization or GPU_SHARE
         memory.trim()
         at_most = self.plan(int(memory.total() * share) - memory.allocated())
-        layout = at_most.layout
+        layout, is_staged = at_most.layout, config.pipeline_parallel > 1
         largest = largest_step(
             layout,
-            max_model_len=at_most.max_model_len,
+            # Stages have unequal memory, and have to run the same step.
+            max_model_len=self.max_positions if is_staged else at_most.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=self.architecture.vocab_size,
@@ -163,9 +195,7 @@ class Worker:
         sampler = Sampler((), choose=self.choose_tokens) if self._is_first else None
         # Not alone: what does not fit is an error here, and nothing to try again by halves.
         make_runner = partial(self.make_runner, num_profile_blocks(layout), sampler, is_alone=False)
-        return profile_memory(
-            memory, make_runner, largest, share, -(-self._planned_weight_bytes // config.tensor_parallel)
-        )
+        return profile_memory(memory, make_runner, largest, share, self._planned_rank_bytes)
 
     def make_runner(
         self,
@@ -177,16 +207,19 @@ class Worker:
     ) -> ModelRunner:
         """Allocate the KV blocks. The first rank samples, and guesses: where others compute its passes too, by `tell`,
         and not without. is_alone: `ModelRunner`'s; None: one rank is."""
-        layout = rank_layout(self.cached, self.config, self.dtypes)
+        layout = rank_layout(self.cached, self.config, self.dtypes, self.stage)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
         program = self._program(self.model, self.architecture, store)
+        if self.rank.link is not None:
+            dtype = TORCH_DTYPES[self.dtypes.dtype]
+            program = StageProgram(program, self.rank.link, self.architecture.hidden_size, dtype)
         passes = self._draft_passes(program, store, tell)
-        is_heard = passes is None or self.collectives is None or tell is not None
+        is_heard = passes is None or self.config.num_ranks == 1 or tell is not None
         drafter = self._make_drafter(passes, store, sampler) if sampler is not None and is_heard else None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was only used while graphs were captured
         if is_alone is None:
-            is_alone = self.collectives is None
+            is_alone = self.config.num_ranks == 1
         return ModelRunner(program, store, sampler, self.device, drafter, passes=passes, is_alone=is_alone)
 
     def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
@@ -203,7 +236,7 @@ class Worker:
 
     def _graphs(self, architecture: ModelArchitecture) -> tuple[int, int] | None:
         """(sequences, tokens of one) of steps that CUDA graphs replay; of several ranks none are captured."""
-        if self.device.type != "cuda" or self.config.enforce_eager or self.collectives is not None:
+        if self.device.type != "cuda" or self.config.enforce_eager or self.config.num_ranks > 1:
             return None
         return self.config.max_num_seqs, self.config.max_model_len or architecture.max_position_embeddings
 
@@ -252,7 +285,7 @@ class Worker:
         return (EagleDrafter if self.drafter.is_head else ModelDrafter)(passes, store.layout, guesser)
 
     def _set_threads(self) -> None:
-        threads, ranks = self.config.threads, self.config.tensor_parallel
+        threads, ranks = self.config.threads, self.config.num_ranks
         if threads is not None and threads > (most := 8 * usable_cores()):
             raise InputError(f"--threads {threads}: this process may use {usable_cores()} cores; at most {most}")
         each = max(1, (threads or usable_cores()) // (ranks if self.device.type == "cpu" else 1))
@@ -292,7 +325,7 @@ class DraftWorker:
                 base=worker.checkpoint,
                 dtype=dtype,
                 device=worker.device,
-                collectives=worker.collectives,
+                collectives=worker.rank.collectives,
             )
         else:
             self.loader = make_loader(
@@ -301,7 +334,7 @@ class DraftWorker:
                 worker.device,
                 config.batch_invariant,
                 self.numerics,
-                worker.collectives,
+                worker.rank.collectives,
                 first_layer=worker.architecture.num_layers,
             )
 
@@ -316,7 +349,8 @@ class DraftWorker:
         return cls(worker, Path(speculation.draft_model))
 
 
-def _device(name: str, num_ranks: int, rank: int) -> torch.device:
+def _device(config: EngineConfig, rank: int) -> torch.device:
+    name, num_ranks = config.device, config.num_ranks
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -324,9 +358,8 @@ def _device(name: str, num_ranks: int, rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device here (use --device cpu)")
     if num_ranks > torch.cuda.device_count():
-        raise InputError(
-            f"--tp {num_ranks}: torch sees {torch.cuda.device_count()} CUDA devices here, a rank needs one"
-        )
+        asked = " ".join(f"{flag} {n}" for flag, n in config.ways.items() if n > 1)
+        raise InputError(f"{asked}: torch sees {torch.cuda.device_count()} CUDA devices here, a rank needs one")
     if num_ranks == 1:
         return torch.device("cuda")
     device = torch.device("cuda", rank)

@@ -66,15 +66,19 @@ class OutputHead:
 
 
 class Decoder:
-    """Token ids and positions of a step -> hidden states, reading and writing the KVStore on the way."""
+    """Token ids and positions of a step -> hidden states, reading and writing the KVStore on the way.
+
+    A stage of several has an embedding, or a final norm and a head, or neither: it goes on from `BatchInputs.hidden`,
+    and what its last layer makes is what the next one goes on from.
+    """
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: Tensor | None,
         embedding_scale: float | None,
         blocks: Sequence[ResidualBlock],
-        final_norm: Norm,
-        head: OutputHead,
+        final_norm: Norm | None,
+        head: OutputHead | None,
         ropes: Sequence[RotaryEmbedding],
         dense_weights: Mapping[str, Tensor],
         vocabulary: SplitVocabulary | None = None,
@@ -89,11 +93,20 @@ class Decoder:
         self.dense_weights = dense_weights  # by the checkpoint's names: views of what `blocks` multiply with
 
     @property
+    def is_whole(self) -> bool:
+        return self.embedding is not None and self.head is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all weights in memory; a tied head counts once."""
-        tied = getattr(self.head.linear, "weight", None) is self.embedding
-        head_bytes = 0 if tied else self.head.linear.num_bytes
-        return self.embedding.nbytes + head_bytes + sum(one.num_bytes for one in (*self.blocks, self.final_norm))
+        total = sum(block.num_bytes for block in self.blocks)
+        if self.embedding is not None:
+            total += self.embedding.nbytes
+        if self.head is not None:
+            total += self.final_norm.num_bytes
+            is_tied = self.embedding is not None and getattr(self.head.linear, "weight", None) is self.embedding
+            total += 0 if is_tied else self.head.linear.num_bytes
+        return total
 
     @property
     def kernels(self) -> frozenset[str]:
@@ -118,25 +131,32 @@ class Decoder:
         )
 
     def forward(self, inputs: BatchInputs, store: KVStore, attention: AttentionBackend) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm; of other rows than `inputs.output_rows` what
-        they were before the last MLP, which nobody reads."""
+        """Hidden states [num_tokens, hidden_size] after the final norm, if it is here; of other rows than
+        `inputs.output_rows` what they were before the last MLP, which nobody reads."""
         step = Step.of(inputs, store, attention, self.ropes)
-        hidden = self.embed(inputs.token_ids)
+        hidden = self.enter(inputs)
         *blocks, last = self.blocks
         for block in blocks:
             hidden = block(hidden, step)
         rows = inputs.output_rows
         if rows is None or isinstance(last.part, SelfAttention):
-            return self.final_norm(last(hidden, step))
+            return self._normed(last(hidden, step))
         if len(rows):
-            hidden[rows] = self.final_norm(last(hidden[rows], step))
+            hidden[rows] = self._normed(last(hidden[rows], step))
         return hidden
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """float32 logits [num_rows, vocab_size] of hidden states [num_rows, hidden_size]; None on other ranks than the
         first."""
         logits = self.head(hidden)
         return logits if self.vocabulary is None else self.vocabulary.gather(logits)
+
+    def enter(self, inputs: BatchInputs) -> Tensor:
+        """The residual stream before the first block, [num_tokens, hidden_size]."""
+        return self.embed(inputs.token_ids) if inputs.hidden is None else inputs.hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The residual stream of token ids [num_tokens] before the first layer, [num_tokens, hidden_size]."""

@@ -15,6 +15,7 @@ from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.parallel.collectives import Collectives
 from llmq.runtime.parallel.shard_plan import check_ranks
+from llmq.runtime.parallel.stage_plan import Stage, check_stages
 from llmq.runtime.weights import DecoderLoader
 
 
@@ -55,18 +56,23 @@ def make_loader(
     native: NativeNumerics | None = None,
     collectives: Collectives | None = None,
     first_layer: int = 0,
+    stage: Stage | None = None,
 ) -> ModelLoader:
-    """The loader of a checkpoint, or with `collectives` of a rank's part; its layers have numbers from `first_layer` on
-    in the KVStore; native: for our own kernels, where they run a linear. Raises InputError, before any weight is read,
-    for what cannot run."""
+    """The loader of a checkpoint, or with `collectives` of a rank's part, with `stage` of some layers; they have the
+    numbers from `first_layer` on in the KVStore; native: for our own kernels, where they run a linear. Raises
+    InputError, before any weight is read, for what cannot run."""
     family = checkpoint.architecture.family
     if family is not None:
-        return DecoderLoader(checkpoint, family, dtype, device, batch_invariant, native, collectives, first_layer)
+        return DecoderLoader(
+            checkpoint, family, dtype, device, batch_invariant, native, collectives, first_layer, stage
+        )
     if first_layer:
         raise InputError(
             f"--draft-model: model_type {checkpoint.architecture.model_type!r} runs by transformers' own code, whose "
             f"layers have no place beside another model's ({', '.join(FAMILIES)} have)"
         )
+    if stage is not None:
+        check_stages(checkpoint.architecture, stage.num_stages)
     if collectives is not None:
         check_ranks(checkpoint.architecture, checkpoint.config, collectives.num_ranks)
     if batch_invariant:

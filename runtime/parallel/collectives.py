@@ -52,21 +52,14 @@ class ProcessGroup:
 
     def connect(self, meeting_point: Path, device: torch.device) -> None:
         """Wait for all ranks. `meeting_point`: a file that only they can reach, and that is not there yet."""
-        store = dist.FileStore(str(meeting_point), self.num_ranks)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            self._groups.append(dist.ProcessGroupNCCL(store, self.rank, self.num_ranks, options))
-            self.how = "NCCL"
-            if not self._in_order:
-                store = dist.FileStore(f"{meeting_point} memory", self.num_ranks)
-                self._map_peers(str(meeting_point), store, device)
+        self._groups.append(new_group(meeting_point, self.rank, self.num_ranks, device))
+        if device.type != "cuda":
+            self.how = "gloo"
             return
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = TIMEOUT
-        options._threads = 1
-        self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.num_ranks, options))
-        self.how = "gloo"
+        self.how = "NCCL"
+        if not self._in_order:
+            store = dist.FileStore(f"{meeting_point} memory", self.num_ranks)
+            self._map_peers(str(meeting_point), store, device)
 
     def _map_peers(
         self, name: str, store: dist.Store, device: torch.device, memory: SymmetricMemory | None = None
@@ -76,7 +69,7 @@ class ProcessGroup:
         def agree(says_so: bool) -> bool:
             flag, options = torch.tensor([int(says_so)], dtype=torch.int32, device=device), dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MIN
-            self._wait(self._groups[0].allreduce([flag], options))
+            wait_for(self._groups[0].allreduce([flag], options))
             return bool(flag.item())
 
         why_not = None if device.type != "cuda" else why_no_peers(device, self.num_ranks)
@@ -91,10 +84,10 @@ class ProcessGroup:
         if self._symmetric is not None and self._symmetric.takes(x):
             return self._symmetric(x)
         if not self._in_order:
-            self._wait(self._groups[0].allreduce([x]))
+            wait_for(self._groups[0].allreduce([x]))
             return x
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
-        self._wait(self._groups[0].allgather([parts], [x]))
+        wait_for(self._groups[0].allgather([parts], [x]))
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part
@@ -105,15 +98,28 @@ class ProcessGroup:
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)] if self.rank == 0 else None
-        self._wait(self._groups[0].gather([parts] if parts else [], [x.contiguous()], options))
+        wait_for(self._groups[0].gather([parts] if parts else [], [x.contiguous()], options))
         return parts
 
-    @staticmethod
-    def _wait(work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise LostPeerError(f"a collective of the ranks failed: {_reason(str(error))}") from None
+
+def new_group(meeting_point: Path, rank: int, num_ranks: int, device: torch.device) -> dist.ProcessGroup:
+    """Rank `rank` of processes that meet at a file, once all are there."""
+    store = dist.FileStore(str(meeting_point), num_ranks)
+    if device.type == "cuda":
+        return dist.ProcessGroupNCCL(store, rank, num_ranks, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = TIMEOUT
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+def wait_for(work: dist.Work) -> None:
+    """Until it is done. Raises LostPeerError where it cannot end."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LostPeerError(f"a collective of the ranks failed: {_reason(str(error))}") from None
 
 
 def _reason(said: str) -> str:

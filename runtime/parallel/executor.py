@@ -10,8 +10,9 @@ from typing import Any
 from llmq.profiles.errors import FailedError
 from llmq.runtime.memory import KVCachePlan, MemoryProfile
 from llmq.runtime.model_runner import ModelRunner
-from llmq.runtime.parallel.collectives import LostPeerError, ProcessGroup
+from llmq.runtime.parallel.collectives import LostPeerError
 from llmq.runtime.parallel.messages import Allocate, Allocated, Loaded, Meet, Profile, Profiled, Step
+from llmq.runtime.parallel.rank import Rank
 from llmq.runtime.parallel.rank_processes import REASON_S, RankProcesses
 from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import SchedulerOutput, StepResult
@@ -55,6 +56,8 @@ class RankThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function = call
+            if self.error is not None:
+                continue  # whoever waits for it has been told
             try:
                 result = function()
             except LostPeerError as error:
@@ -71,27 +74,28 @@ class RankThread:
 
 
 class RankExecutor:
-    """The same plan for every rank. What the first samples the others learn with the next plan."""
+    """The same plan for every rank. What the first samples the others learn with the next plan of the same request.
+
+    Several plans may be in flight: every rank takes them in their order, so that the stages of a pipeline compute
+    different ones at the same time. A step is not cut into micro-batches that a worker pipelines: of such a step each
+    stage would wait for the first and the last of them, and where decoding reads the weights for each, it would take
+    longer than uncut. With steps of a share of the requests each (`Scheduler.depth`), of which a request is in one, a
+    stage waits for none but its own requests' tokens, and the runner and its plan are those of one rank.
+    """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        thread: RankThread,
-        processes: RankProcesses,
-        collectives: ProcessGroup,
-        weight_bytes: int,
+        self, runner: ModelRunner, thread: RankThread, processes: RankProcesses, rank: Rank, loaded: list[Loaded]
     ) -> None:
         self.runner = runner
-        self.weight_bytes = weight_bytes  # of all ranks
-        self._thread, self._processes, self._collectives = thread, processes, collectives
-        self._sampled: dict[str, list[int]] = {}
+        self.loaded = loaded  # by each rank, in order
+        self._thread, self._processes, self._rank = thread, processes, rank
         processes.watch(thread.fail)
 
     @classmethod
     def start(
         cls,
         worker: Worker,
-        collectives: ProcessGroup,
+        rank: Rank,
         plan: KVCachePlan | None,
         sampler: Sampler,
     ) -> tuple["RankExecutor", KVCachePlan, MemoryProfile | None]:
@@ -105,27 +109,25 @@ class RankExecutor:
             others = processes.expect(Loaded)
             loading.result()
             processes.send(Meet(str(processes.meeting_point)))
-            meeting = thread.call(partial(collectives.connect, processes.meeting_point, worker.device))
+            meeting = thread.call(partial(rank.connect, processes.meeting_point, worker.device))
             memory = None
             if plan is None:
-                memory = min(_profiles(worker, processes, thread), key=lambda profile: profile.spare_bytes)
-                plan = worker.plan(memory.spare_bytes)
+                plan, memory = worker.plan_by(_profiles(worker, processes, thread))
             processes.send(Allocate(plan.num_blocks))
             allocating = thread.call(partial(worker.make_runner, plan.num_blocks, sampler, tell=processes.send))
             processes.expect(Allocated)
             meeting.result()
-            weight_bytes = worker.weight_bytes + sum(other.weight_bytes for other in others)
-            return cls(allocating.result(), thread, processes, collectives, weight_bytes), plan, memory
+            return cls(allocating.result(), thread, processes, rank, [worker.loaded, *others]), plan, memory
         except BaseException:
             thread.close()
             processes.close()
-            collectives.close()
+            rank.close()
             raise
 
     def submit(self, plan: SchedulerOutput) -> "Future[StepResult]":
         if self._thread.error is None:
-            self._processes.send(Step(plan, self._sampled))
-        return self._thread.call(partial(self._execute, plan))
+            self._processes.send(Step(plan))
+        return self._thread.call(partial(self.runner.execute, plan))
 
     def check(self) -> None:
         if self._thread.error is not None:
@@ -134,12 +136,7 @@ class RankExecutor:
     def close(self) -> None:
         self._thread.close()
         self._processes.close()
-        self._collectives.close()
-
-    def _execute(self, plan: SchedulerOutput) -> StepResult:
-        made = self.runner.execute(plan)
-        self._sampled = {name: result.token_ids for name, result in made.results.items() if result.token_ids}
-        return made
+        self._rank.close()
 
 
 def _profiles(worker: Worker, processes: RankProcesses, thread: RankThread) -> list[MemoryProfile]:

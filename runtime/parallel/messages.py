@@ -31,10 +31,9 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The same plan as every rank's, and what was sampled in the step before, which only the first rank knows."""
+    """The same plan as every rank's."""
 
     plan: SchedulerOutput
-    sampled: dict[str, list[int]]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +41,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """What a rank has read of the weights."""
+
     weight_bytes: int
+    schemes: dict[str, int]  # what its linears are made of -> how many
+    kernels: list[str]
+    rotations: list[str]
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):

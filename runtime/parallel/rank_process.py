@@ -19,7 +19,6 @@ from llmq.runtime.parallel.messages import (
     Allocated,
     Failed,
     FromRank,
-    Loaded,
     LostPeer,
     Meet,
     Profile,
@@ -34,7 +33,7 @@ from llmq.runtime.scheduler_output import DraftPass
 
 if TYPE_CHECKING:
     from llmq.runtime.model_runner import ModelRunner
-    from llmq.runtime.parallel.collectives import ProcessGroup
+    from llmq.runtime.parallel.rank import Rank
 
 
 class RankProcess:
@@ -44,34 +43,32 @@ class RankProcess:
 
     def run(self) -> None:
         """Until Stop, or the parent is gone."""
-        from llmq.runtime.parallel.collectives import ProcessGroup
+        from llmq.runtime.parallel.rank import Rank
 
         start: Start = self._receive()
-        config = start.config
-        collectives = ProcessGroup(start.rank, config.tensor_parallel, in_order=config.batch_invariant)
+        rank = Rank.of(start.config, start.rank)
         try:
-            self._follow(config, collectives)
+            self._follow(start.config, rank)
         finally:
-            collectives.close()
+            rank.close()
 
-    def _follow(self, config: EngineConfig, collectives: "ProcessGroup") -> None:
+    def _follow(self, config: EngineConfig, rank: "Rank") -> None:
         from llmq.runtime.worker import Worker
 
-        worker = Worker(config, collectives)
+        worker = Worker(config, rank)
         worker.load()
-        self.send(Loaded(worker.weight_bytes))
+        self.send(worker.loaded)
         runner: ModelRunner | None = None
         while not isinstance(message := self._receive(), Stop):
             match message:
                 case Meet(meeting_point):
-                    collectives.connect(Path(meeting_point), worker.device)
+                    rank.connect(Path(meeting_point), worker.device)
                 case Profile():
                     self.send(Profiled(worker.profile()))
                 case Allocate(num_blocks):
                     runner = worker.make_runner(num_blocks)
                     self.send(Allocated())
-                case Step(plan, sampled):
-                    runner.take_tokens(sampled)
+                case Step(plan):
                     runner.execute(plan)
                 case DraftPass():
                     runner.follow(message)

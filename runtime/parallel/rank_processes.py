@@ -47,7 +47,7 @@ class RankProcesses:
         self._is_closing = threading.Event()
         # Also where nobody calls close: an engine that is dropped, or a program that ends.
         self.close = weakref.finalize(self, _end, self._ranks, folder, self._is_closing)
-        for number in range(1, config.tensor_parallel):
+        for number in range(1, config.num_ranks):
             self._ranks.append(_start(number))
             _send(self._ranks[-1], msgspec.msgpack.encode(Start(config, number)))
 

@@ -36,6 +36,8 @@ def lower(decoder: Decoder, store: KVStore) -> Lowered:
     """The operations of a decoder in bfloat16 whose linears are native. Raises NotLoweredError for what is not."""
     if native is None:
         raise NotLoweredError("the native kernels are not there")
+    if not decoder.is_whole:
+        raise NotLoweredError("it is a stage of several")
     if (dtype := decoder.embedding.dtype) != torch.bfloat16:
         raise NotLoweredError(f"activations are {str(dtype).removeprefix('torch.')}, not bfloat16")
     if decoder.vocabulary is not None:

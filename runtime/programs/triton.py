@@ -65,7 +65,7 @@ class TritonProgram:
     def compute(self, inputs: BatchInputs, prepared: Sequence[StepTiles]) -> Tensor:
         """`forward`, with what attention reads of the step, for each group. Waits for nothing on the device."""
         decoder = self.model
-        stream = ResidualStream(decoder.embed(inputs.token_ids).contiguous())
+        stream = ResidualStream(decoder.enter(inputs).contiguous())
         *blocks, last = decoder.blocks
         for block in blocks:
             self._run(block, stream, inputs, prepared)

@@ -167,7 +167,8 @@ def _ready_line(
         blocks += f" × {info.block_tokens} = {info.num_blocks * info.block_tokens} tokens"
     else:
         blocks += f" for {info.num_kv_groups} kinds of layers"
-    ranks = f"{info.num_ranks} ranks of " if info.num_ranks > 1 else ""
+    stages = f" in {info.num_stages} stages" if info.num_stages > 1 else ""
+    ranks = f"{info.num_ranks} ranks{stages} of " if info.num_ranks > 1 else ""
     host, port = listener.getsockname()[:2]
     parts = [
         f"llmq serve: http://{f'[{host}]' if ':' in host else host}:{port}/v1",

@@ -168,8 +168,6 @@ def test_auto_on_a_machine_without_gpu_gives_what_serve_would_take(folder, monke
 
 
 def test_auto_shares_a_machine_out_to_its_ranks_as_serve_does(tiny_llama, monkeypatch):
-    from thread_ranks import Meeting, ThreadRank
-
     from llmq.profiles import machine
     from llmq.runtime import worker
     from llmq.runtime.config import EngineConfig
@@ -180,7 +178,7 @@ def test_auto_shares_a_machine_out_to_its_ranks_as_serve_does(tiny_llama, monkey
         monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * MiB)
     printed = [budget(model, "--gpu", "auto", "--tp", str(ranks))["memory"]["num_blocks"] for ranks in (1, 2)]
     config = EngineConfig(model=model, device="cpu", threads=1)
-    two = worker.Worker(msgspec.structs.replace(config, tensor_parallel=2), ThreadRank(Meeting(2), 1))
+    two = worker.Worker(msgspec.structs.replace(config, tensor_parallel=2))
     assert printed == [worker.Worker(config).plan_early().num_blocks, two.plan_early().num_blocks]
 
 

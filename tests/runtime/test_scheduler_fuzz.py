@@ -2,6 +2,7 @@
 everyone who was promised an output gets its end, a block that is written is nobody else's, and nothing is left."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -33,8 +34,9 @@ MAX_MODEL_LEN, ARRIVALS = 40, 120  # tokens, steps
 class World:
     """Callers, and a runner that makes its results up."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, depth: int) -> None:
         self.rng = rng = random.Random(seed)
+        self.depth = depth
         self.layout, self.budget = rng.choice(LAYOUTS), rng.choice([4, 8, 32])
         self.num_blocks = self.layout.blocks_for(MAX_MODEL_LEN, self.budget) + rng.choice([0, 1, 5, 20])
         policy = StepPolicy(
@@ -44,7 +46,9 @@ class World:
             num_lookahead_tokens=rng.choice([0, 5]),
         )
         kv = KVCacheManager(self.layout, self.num_blocks, enable_prefix_caching=rng.random() < 0.8)
-        self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN)
+        self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN, depth)
+        self.in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
+        self.planned: dict[str, tuple[int, bool]] = {}  # up to where, and whether the next token is being computed
         self.owed: dict[str, EngineRequest] = {}  # names whose end is still to come
         self.tables: dict[str, tuple[NewRequest, list[list[int]]]] = {}
         self.num_added = 0
@@ -86,15 +90,35 @@ class World:
 
     def step(self) -> bool:
         """False where nobody computed anything."""
-        plan = self.scheduler.schedule()
-        assert sum(item.num_scheduled_tokens for item in plan.scheduled) <= self.budget
-        self._check_blocks(plan)
-        results = {item.request_id: self._result(item) for item in plan.scheduled}
-        for output in self.scheduler.update_from_output(plan, StepResult(results=results)):
+        while len(self.in_flight) < self.depth:
+            plan = self.scheduler.schedule()
+            assert plan is not None or self.in_flight
+            if plan is None:
+                break
+            assert sum(item.num_scheduled_tokens for item in plan.scheduled) <= self.budget
+            self._check_order(plan)
+            self._check_blocks(plan)
+            results = {item.request_id: self._result(item) for item in plan.scheduled}
+            self.in_flight.append((plan, StepResult(results=results)))
+        plan, result = self.in_flight.popleft()
+        for output in self.scheduler.update_from_output(plan, result):
             if output.finish_reason is not None:
                 del self.owed[output.request_id]
+        for item in plan.scheduled:
+            if item.samples:
+                self.planned.pop(item.request_id, None)
         self.scheduler.kv.check_integrity()
         return bool(plan.scheduled)
+
+    def _check_order(self, plan: SchedulerOutput) -> None:
+        """Chunks follow each other, and nobody goes on before its next token is known."""
+        for new in plan.new_requests:
+            self.planned.pop(new.request_id, None)
+        assert len(self.scheduler.running) <= self.scheduler.policy.max_num_seqs or self.scheduler._searches
+        for item in plan.scheduled:
+            start, samples = self.planned.get(item.request_id, (item.num_computed_tokens, False))
+            assert (start, samples) == (item.num_computed_tokens, False)
+            self.planned[item.request_id] = (start + item.num_scheduled_tokens, item.samples)
 
     def _check_blocks(self, plan: SchedulerOutput) -> None:
         for name in plan.forgotten_request_ids:
@@ -132,9 +156,10 @@ class World:
         return RequestResult(token_ids=[*accepted, rng.randrange(2, 9)], forks=forks, draft_token_ids=drafts)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(30))
-def test_nothing_is_lost_and_nobody_is_forgotten(seed):
-    world = World(seed)
+def test_nothing_is_lost_and_nobody_is_forgotten(seed, depth):
+    world = World(seed, depth)
     num_idle = 0
     for tick in range(5000):
         if tick < ARRIVALS and world.rng.random() < 0.3:

@@ -80,21 +80,22 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it_and_not_through_idle_tim
     served.policy.model.observe = lambda shape, seconds: times_s.append(seconds)
     pacer = Pacer(served.policy.model, MOST, clock, slo=served.policy)
     served.add("a", 8)
+    plan = served.scheduler.schedule()
     clock.now_s = 100.0  # idle until now
     for goes_on in (True, True, False):
         pacer.begin_step(served.scheduler)
         clock.now_s += 2.0
-        pacer.end_step(served.scheduler.schedule(), goes_on=goes_on)
+        pacer.end_step(plan, goes_on=goes_on)
         clock.now_s += 0.5  # the outputs are sent
     clock.now_s += 50.0
     pacer.begin_step(served.scheduler)
     clock.now_s += 3.0
-    pacer.end_step(served.scheduler.schedule(), goes_on=True)
+    pacer.end_step(plan, goes_on=True)
     pacer.rest()
     clock.now_s += 60.0
     pacer.begin_step(served.scheduler)
     clock.now_s += 4.0
-    pacer.end_step(served.scheduler.schedule(), goes_on=True)
+    pacer.end_step(plan, goes_on=True)
     assert times_s == [2.0, 2.5, 2.5, 3.0, 4.0]
 
 

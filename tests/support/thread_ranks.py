@@ -1,8 +1,9 @@
 """Ranks as threads of one process: every collective by its definition, and counted."""
 
+import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +69,27 @@ def on_ranks(num_ranks: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+class QueueLink:
+    """A stage's link to the stages before and behind it, in one process: what was sent waits until it is received."""
+
+    def __init__(self, stage: int, queues: Sequence[queue.SimpleQueue]) -> None:
+        self.stage, self.num_stages = stage, len(queues)
+        self._queues = queues  # by the stage that receives
+        self.counts: Counter[str] = Counter()
+
+    def receive(self, into: torch.Tensor) -> torch.Tensor:
+        self.counts["receive"] += 1
+        hidden = self._queues[self.stage].get(timeout=60)
+        assert (hidden.shape, hidden.dtype) == (into.shape, into.dtype)
+        return into.copy_(hidden)
+
+    def send(self, hidden: torch.Tensor) -> None:
+        self.counts["send"] += 1
+        self._queues[self.stage + 1].put(hidden.clone())
+
+
+def links(num_stages: int) -> list[QueueLink]:
+    queues = [queue.SimpleQueue() for _ in range(num_stages)]
+    return [QueueLink(stage, queues) for stage in range(num_stages)]

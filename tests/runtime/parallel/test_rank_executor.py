@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engine_driver import Collected, force_preemption, greedy, run_all
 from random_weights import make, quantize_folder
+from rank_children import children
 from tiny_model import save_tiny_model
 
 from llmq.profiles.errors import FailedError, InputError
@@ -37,13 +38,6 @@ def ranks(make_engine):
     yield make
     for engine in engines:
         engine.close()
-
-
-def children() -> list[int]:
-    """Process ids of ranks that this process has started."""
-    listed = [path.read_text().split() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")]
-    found = [int(pid) for pids in listed for pid in pids]
-    return [pid for pid in found if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def step_until_done(engine) -> None:
