@@ -38,7 +38,7 @@ def quantized_copy(model: Path, scheme: str) -> Path:
     from llmq.quantize.recipe_file import build_recipe
 
     source = read_checkpoint(model)
-    folder = cache_dir() / "drafters" / f"{model.name}-{scheme}-{_identity(model)}"
+    folder = quantized_folder(model, scheme)
     with locked(folder):
         if not folder.is_dir():
             console.status(f"llmq: making a drafter of {model} in {folder}")
@@ -46,6 +46,11 @@ def quantized_copy(model: Path, scheme: str) -> Path:
             with console.progress() as progress:
                 quantize_model(preflight(source, recipe, folder), progress=progress)
     return folder
+
+
+def quantized_folder(model: Path, scheme: str) -> Path:
+    """Where the copy of a model's folder is, once it is made."""
+    return cache_dir() / "drafters" / f"{model.name}-{scheme}-{_identity(model)}"
 
 
 def _identity(model: Path) -> str:

@@ -38,6 +38,8 @@ def kv_budget(
     kv_scales: Annotated[str, typer.Option(help="Scales of a quantized KV-cache: auto, static, dynamic.")] = "auto",
     weights: Annotated[str | None, typer.Option(help="bf16, fp8, int8, w4, w4g64, or bytes: 40GiB.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    draft_model: Annotated[str | None, typer.Option(help="A model that guesses for it, as in serve.")] = None,
+    draft_quant: Annotated[str | None, typer.Option(help="Its copy that guesses for it: w3 or w4.")] = None,
     lengths: Annotated[
         str | None, typer.Option(help="A trace (.csv, .jsonl): how many users with its lengths fit.")
     ] = None,
@@ -63,6 +65,7 @@ def kv_budget(
     request of --ctx tokens fits in the least of its pool, 1 where it does not in the most, 3 between.
     """
     from llmq.cli.engine_options import valid_ranks
+    from llmq.cli.kv_budget_drafter import planned_drafter
     from llmq.cli.kv_budget_engine import EngineQuestion, parse_engine, print_engine_budget, print_engine_json
     from llmq.cli.kv_budget_explain import budget_json, explain_budget
     from llmq.cli.kv_budget_memory import MemoryFlags
@@ -73,7 +76,7 @@ def kv_budget(
     from llmq.profiles.step_memory import step_memory
     from llmq.runtime.config import EngineConfig
     from llmq.runtime.dtypes import Dtypes, parse_dtype
-    from llmq.runtime.memory import most_blocks
+    from llmq.runtime.memory import most_blocks, with_drafter_layers
 
     plot_path = _plot_path(plot)
     if explain and as_json:
@@ -91,6 +94,8 @@ def kv_budget(
             "--lengths": lengths,
             "--explain": explain,
             "--plot": plot,
+            "--draft-model": draft_model,
+            "--draft-quant": draft_quant,
         }
         if given := [flag for flag, value in own.items() if value]:
             raise InputError(f"{given[0]} is about llmq's own cache: leave it or --engine {engine} away")
@@ -126,12 +131,20 @@ def kv_budget(
         (print_engine_json if as_json else print_engine_budget)(model, question, found)
         raise typer.Exit(found.fit.exit_code)
     ranks = valid_ranks(architecture, config, read_quantization(path, config), weights, asked=tp)
-    layout = _layout(path, architecture, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
+    drafter = planned_drafter(path, draft_model, draft_quant)
+    cached = with_drafter_layers(architecture, drafter and drafter.architecture)
+    layout = _layout(path, cached, dtypes, block_tokens=block_size, ranks=tp, kv_scales=kv_scales)
     sizes = _weights(path, weights, dtypes, are_needed=bool(gpu or memory or weights))
     if gpu == "auto" and weights is None and architecture.family is not None:
         sizes = _held_here(path, settings, dtypes, sizes)
+    if drafter is not None and sizes is not None:
+        more = _weights(drafter.path, drafter.scheme, dtypes, are_needed=True)
+        if gpu == "auto" and drafter.scheme is None and drafter.architecture.family is not None:
+            more = _held_here(drafter.path, settings, dtypes, more)
+        sizes = sizes.beside("drafter", more)
     budget = Budget(
-        architecture=architecture,
+        architecture=cached,
+        drafter_layers=drafter.num_layers if drafter else 0,
         layout=layout,
         ranks=tp,
         valid_ranks=tuple(ranks),

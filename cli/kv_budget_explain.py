@@ -114,6 +114,9 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
             }
             for group in layout.groups
         ],
+        "drafter": {"layers": budget.drafter_layers, "bytes_per_token": budget.drafter_bytes_per_token}
+        if budget.drafter_layers
+        else None,
         "not_run": arch.not_run or None,
         "block_tokens": [group.block_tokens for group in layout.groups],
         "memory": None,

@@ -54,6 +54,9 @@ def _kv_rows(budget: Budget) -> list[list[str]]:
         _row("KV of one token, payload", layout.payload_bytes_per_token, ranks, _in_bytes),
         _row("KV of one token, scales", layout.scale_bytes_per_token, ranks, _in_bytes),
     ]
+    if budget.drafter_layers:
+        what = f"  of which the drafter's {budget.drafter_layers} layers"
+        rows.append(_row(what, budget.drafter_bytes_per_token, ranks, _in_bytes))
     if layout.index_bytes_per_token:
         number = sum(layer.index_bytes > 0 for layer in arch.keys)
         rows.append(_row(f"KV of one token, {number} indexers", layout.index_bytes_per_token, ranks, _in_bytes))

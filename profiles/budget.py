@@ -56,6 +56,7 @@ class Budget:
     most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
     step: StepMemory | None = None  # what a step computes with, beside weights and blocks
     valid_ranks: tuple[int, ...] = (1,)  # that the model can be split into
+    drafter_layers: int = 0  # the last ones of `architecture`: of a model that guesses for it
 
     @property
     def rank_weight_bytes(self) -> int:
@@ -85,11 +86,18 @@ class Budget:
         """One sequence if every layer kept every token: the estimate that overlooks windows."""
         return self.layout.bytes_per_token * self.num_tokens + self.layout.state_bytes
 
+    @property
+    def drafter_bytes_per_token(self) -> int:
+        first = len(self.architecture.attention) - self.drafter_layers
+        return sum(
+            group.spec.bytes_per_token * sum(layer >= first for layer in group.layers) for group in self.layout.groups
+        )
+
     def without_gqa_bytes(self) -> int | None:
         """One sequence on all ranks if each attention head had a K and V of its own; None where a layer keeps a latent
-        in place of heads."""
+        in place of heads, or is a drafter's."""
         heads = self.architecture.num_attention_heads
-        if not all(layer.head_dim_v for layer in self.architecture.keys):
+        if self.drafter_layers or not all(layer.head_dim_v for layer in self.architecture.keys):
             return None
         layers = tuple(layer and replace(layer, num_kv_heads=heads) for layer in self.architecture.attention)
         spec = self.layout.groups[0].spec

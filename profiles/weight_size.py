@@ -24,6 +24,12 @@ class WeightSize:
     how: str  # where the number is from, for the user
     parts: tuple[tuple[str, int], ...] = ()  # what it is the sum of: (what, bytes)
 
+    def beside(self, name: str, other: "WeightSize") -> "WeightSize":
+        """Both together; `name` is the other's."""
+        own = self.parts or ((self.how, self.num_bytes),)
+        how = f"{self.how}; {name} {other.how}"
+        return WeightSize(self.num_bytes + other.num_bytes, how, (*own, (f"{name}, {other.how}", other.num_bytes)))
+
 
 def weight_size(path: Path, wanted: str | None = None) -> WeightSize:
     """Weight bytes of the model at `path` (a folder, or a config.json alone).

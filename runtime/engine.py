@@ -268,6 +268,7 @@ def _build(config: EngineConfig) -> Engine:
         device=worker.device.type if config.num_ranks > 1 else str(worker.device),
         fingerprint=_fingerprint(worker, executor.runner.program, loaded[:: config.tensor_parallel]),
         pace=pace,
+        drafter="" if executor.runner.drafter is None else executor.runner.drafter.name,
         memory=memory,
     )
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)

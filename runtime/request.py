@@ -111,6 +111,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
     pace: "Pace | None" = None  # where an SLO is kept
+    drafter: str = ""  # what guesses tokens; empty: nothing
     memory: MemoryProfile | None = None  # of the fullest rank, where blocks are what a GPU has left
 
 

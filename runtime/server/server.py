@@ -180,6 +180,9 @@ def _ready_line(
         f"{format_count(engine.max_num_batched_tokens, 'token')} a step",
         f"{service.fingerprint} ({', '.join(f'{name} {value}' for name, value in info.fingerprint.items())})",
     ]
+    if info.drafter:
+        adapts = "as many as are worth it of " if engine.speculation.adaptive else ""
+        parts.append(f"{adapts}{format_count(engine.speculation.num_tokens, 'token')} guessed by {info.drafter}")
     if info.memory is not None:
         parts.append(str(info.memory))
     if info.pace is not None:

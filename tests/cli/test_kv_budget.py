@@ -182,6 +182,48 @@ def test_auto_shares_a_machine_out_to_its_ranks_as_serve_does(tiny_llama, monkey
     assert printed == [worker.Worker(config).plan_early().num_blocks, two.plan_early().num_blocks]
 
 
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_key_value_heads": 1, "head_dim": 32}], ids=repr)
+def test_a_drafter_takes_the_blocks_and_the_memory_that_serve_gives_it(tiny_llama, monkeypatch, changes):
+    from llmq.profiles import machine
+    from llmq.runtime import worker
+    from llmq.runtime.config import EngineConfig, Speculation
+
+    model, drafter = str(tiny_llama(num_hidden_layers=4)), str(tiny_llama(**changes))
+    monkeypatch.setattr(machine, "gpus", list)
+    for module in (machine, worker):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: 8 * MiB)
+    speculation = Speculation(method="draft", draft_model=drafter)
+    config = EngineConfig(model=model, device="cpu", threads=1, speculation=speculation)
+    planned, alone = worker.Worker(config).plan_early(), worker.Worker(EngineConfig(model=model)).plan_early()
+    printed, without = budget(model, "--gpu", "auto", "--draft-model", drafter), budget(model, "--gpu", "auto")
+    assert printed["memory"]["num_blocks"] == planned.num_blocks
+    assert without["memory"]["num_blocks"] == alone.num_blocks
+    assert printed["memory"]["kv_cache_bytes"] < without["memory"]["kv_cache_bytes"]
+    layers = changes.get("num_hidden_layers", 2)
+    heads, width = changes.get("num_key_value_heads", 2), changes.get("head_dim", 16)
+    assert printed["drafter"] == {"layers": layers, "bytes_per_token": layers * 2 * heads * width * 4}
+    said = budget(model, "--kv-cache-memory", "1MiB", "--draft-model", drafter)
+    exact = msgspec.structs.replace(config, kv_cache_memory_bytes=MiB)
+    assert said["memory"]["num_blocks"] == worker.Worker(exact).plan_early().num_blocks
+    assert "of which the drafter's" in text(model, "--draft-model", drafter)
+
+
+def test_a_copy_in_fewer_bits_is_counted_before_it_is_made(tiny_llama, monkeypatch, tmp_path):
+    from llmq.cli.drafter import quantized_copy
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_llama(hidden_size=128, intermediate_size=256, dtype="bfloat16")
+    flags = (str(model), "--draft-quant", "w4", "--memory", "64MiB")
+    before = budget(*flags)
+    folder = quantized_copy(model, "w4")
+    after = budget(*flags)
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    alone = budget(str(model), "--memory", "64MiB")["total"]["weight_bytes"]
+    for said in (before, after):
+        assert said["total"]["bytes_per_token"] == 2 * budget(str(model))["total"]["bytes_per_token"]
+        assert said["total"]["weight_bytes"] - alone == pytest.approx(stored, rel=0.1)
+
+
 @pytest.mark.parametrize("config", [SMOLLM2, GEMMA_1B])
 @pytest.mark.parametrize("gib", [3, 10, 2000])
 def test_auto_finds_the_blocks_that_serve_takes(folder, monkeypatch, config, gib):
