@@ -1,10 +1,13 @@
 """`llmq doctor`: what this machine has and lacks, what each lack means, and what to do about it."""
 
+import os
 import platform
 import shutil
 import sys
+import sysconfig
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -44,7 +47,18 @@ def doctor(
 
     Exit code 1 where something keeps llmq from working; what is merely absent is no problem.
     """
-    findings = [*_system(), _memory(), *_gpus(), _torch(), _kernels(), *_extras(), _cache(), _hub()]
+    findings = [
+        *_system(),
+        _memory(),
+        *_gpus(),
+        _torch(),
+        _triton(),
+        _cuda_path(),
+        _kernels(),
+        *_extras(),
+        _cache(),
+        _hub(),
+    ]
     problems = [finding for finding in findings if finding.state == "problem"]
     if as_json:
         console.print_json({"findings": [asdict(finding) for finding in findings], "num_problems": len(problems)})
@@ -127,6 +141,57 @@ def _torch() -> Finding:
         lack = "there is a GPU, and torch does not see it: install a CUDA build of torch that the driver supports."
         return Finding("torch", "problem", found, lack)
     return Finding("torch", "ok", found)
+
+
+_TRITON = ">=3.6"
+_OLDEST_CAPABILITY = (8, 0)  # products in bf16
+
+
+def _triton() -> Finding:
+    version = _version("triton")
+    if version is None:
+        lack = (
+            "on a GPU the runtime would compute with torch alone, slower and without CUDA graphs: pip install "
+            "'triton>=3.6' (torch for CUDA brings it)"
+        )
+        return Finding("Triton", "absent", "not installed", lack)
+    if not _fits(version, _TRITON):
+        return Finding("Triton", "absent", version, "the kernels are for 3.6 and later: pip install -U 'triton>=3.6'")
+    return Finding("Triton", "ok", version)
+
+
+def _cuda_path() -> Finding:
+    """Whether Triton kernels and CUDA graphs could run here. A problem where a start would try, and fail."""
+    from llmq.profiles import machine
+
+    try:
+        import torch
+    except Exception:  # `_torch` says why
+        return Finding("CUDA path", "absent", "could not run here", "torch cannot be imported.")
+    sees = torch.cuda.is_available()
+    triton = _version("triton")
+    lacks = []
+    if not machine.gpus():
+        lacks.append("no NVIDIA driver answers")
+    if not sees:
+        lacks.append("torch sees no GPU" if torch.version.cuda else "torch is built for the CPU")
+    if triton is None or not _fits(triton, _TRITON):
+        lacks.append("there is no Triton from 3.6 on")
+    # Triton compiles what launches a kernel when it is first launched.
+    broken = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        broken.append("there is no C compiler (gcc or clang, or $CC), with which Triton compiles its launchers")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        broken.append(f"there is no {sysconfig.get_path('include')}/Python.h, which they need (python3-dev)")
+    if sees and (capability := torch.cuda.get_device_capability()) < _OLDEST_CAPABILITY:
+        broken.append(f"the GPU has compute capability {'.'.join(map(str, capability))}, the kernels are for 8.0 up")
+    if not lacks and not broken:
+        return Finding("CUDA path", "ok", "Triton kernels and CUDA graphs could run")
+    is_tried = not lacks  # a start looks for a GPU and Triton
+    lack = f"{'; '.join([*lacks, *broken])}."
+    if is_tried:
+        lack += " Until then: --kernels torch."
+    return Finding("CUDA path", "problem" if is_tried else "absent", "could not run here", lack)
 
 
 def _kernels() -> Finding:

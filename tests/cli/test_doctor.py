@@ -72,6 +72,44 @@ def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
     assert "install a CUDA build of torch" in findings["torch"]["lack"]
 
 
+def test_what_the_cuda_path_lacks_is_told(monkeypatch):
+    torch = pytest.importorskip("torch")
+    versions = {"triton": "3.9.0"}
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    findings = report()
+    assert findings["Triton"] == {"name": "Triton", "state": "ok", "found": "3.9.0", "lack": ""}
+    assert (findings["CUDA path"]["state"], findings["CUDA path"]["found"]) == ("absent", "could not run here")
+    assert findings["CUDA path"]["lack"].startswith("no NVIDIA driver answers; torch ")
+    versions["triton"] = "3.5.1"
+    assert "3.6 and later" in report()["Triton"]["lack"]
+    del versions["triton"]
+    findings = report()
+    assert findings["Triton"]["found"] == "not installed"
+    assert "pip install 'triton>=3.6'" in findings["Triton"]["lack"]
+    assert "there is no Triton from 3.6 on" in findings["CUDA path"]["lack"]
+
+
+def test_a_cuda_path_that_a_start_would_try_and_fail_is_a_problem(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(doctor, "_version", lambda package: {"triton": "3.9.0"}.get(package))
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("NVIDIA H200", 140 * GiB, 139 * GiB)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("CC", "cc")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = report()["CUDA path"]
+    assert (found["state"], found["found"]) == ("ok", "Triton kernels and CUDA graphs could run")
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    found = report(exit_code=1)["CUDA path"]
+    for words in ("no C compiler", "Python.h", "compute capability 7.5", "--kernels torch"):
+        assert words in found["lack"]
+
+
 def test_an_extra_that_is_not_installed_says_how_to(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     finding = report()["extra: quantize"]
