@@ -53,6 +53,7 @@ def doctor(
         *_gpus(),
         _torch(),
         _triton(),
+        *_packages(),
         _cuda_path(),
         _kernels(),
         *_extras(),
@@ -207,6 +208,25 @@ def _kernels() -> Finding:
             "15), pip builds them with llmq: pip install --force-reinstall --no-deps llmq-toolkit (or -e .)"
         )
     return Finding("CPU kernels", "absent", "torch's own", lack)
+
+
+def _packages() -> list[Finding]:
+    """Others' kernels, for GPUs: what is installed. An engine tries them on its GPU, and says what came of it."""
+    from llmq.profiles import machine
+    from llmq.runtime.kernels.optional import FLASHINFER, HUMMING
+
+    if not machine.gpus():
+        return []
+    findings = []
+    for name, package in (("FlashInfer", FLASHINFER), ("humming", HUMMING)):
+        if (why_not := package.why_not()) is not None:
+            fix = f"pip install '{package.distribution}{package.versions}'"
+            lack = f"{package.what_for}: by Triton's kernels then, which need nothing more. To try it: {fix}"
+            findings.append(Finding(name, "absent", why_not, lack))
+        else:
+            found = f"{package.version()}, for {package.what_for}; --kernels triton leaves it out"
+            findings.append(Finding(name, "ok", found))
+    return findings
 
 
 def _extras() -> list[Finding]:

@@ -60,6 +60,15 @@ def serve(
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="On a GPU: compute every step as it comes, in no CUDA graph.")
     ] = False,
+    overlap_steps: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap-steps/--no-overlap-steps",
+            help="Schedule the next step while the device computes one. Default: on a GPU, without --slo, "
+            "--speculative, --tp and --pp.",
+            show_default=False,
+        ),
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request whatever runs beside it. Slower.")
     ] = False,
@@ -155,6 +164,7 @@ def serve(
         memory_utilization=gpu_memory_utilization,
         enable_prefix_caching=prefix_caching,
         enforce_eager=enforce_eager,
+        overlap_steps=overlap_steps,
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),

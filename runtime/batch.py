@@ -12,7 +12,12 @@ import torch
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.attention.base import AttentionMetadata
 from llmq.runtime.kv_store import Slots
+from llmq.runtime.sampling.draws import Draws
 from llmq.runtime.scheduler_output import NewRequest, ScheduledRequest
+from llmq.runtime.staging import Staging
+
+# In the place of a token that was sampled and is still on the device.
+UNKNOWN = -1
 
 
 class RunnerRequest:
@@ -21,6 +26,7 @@ class RunnerRequest:
     def __init__(self, new: NewRequest, num_groups: int) -> None:
         self.request_id = new.request_id
         self.token_ids = new.token_ids  # grows by what is sampled
+        self.unknown: tuple[Draws, int] | None = None  # of an UNKNOWN last token: what drew it, and its row
         self.num_prompt_tokens = new.num_prompt_tokens
         self.params = new.sampling_params
         self.score_prompt = new.score_prompt
@@ -39,6 +45,17 @@ class RunnerRequest:
             fork.params = msgspec.structs.replace(self.params, seed=seed)
             forks.append(fork)
         return [self, *forks]
+
+    def await_token(self, draws: Draws, row: int) -> int:
+        """A token was sampled, and nobody has read it yet. Its position is returned."""
+        self.token_ids.append(UNKNOWN)
+        self.unknown = draws, row
+        return len(self.token_ids) - 1
+
+    def learn_token(self, position: int, token_id: int) -> None:
+        self.token_ids[position] = token_id
+        if position == len(self.token_ids) - 1:
+            self.unknown = None
 
     def with_drafts(self, draft_token_ids: Sequence[int]) -> "list[RunnerRequest]":
         """Itself, and as it is after the first draft, the first two, …: what the step's last rows are sampled for."""
@@ -89,15 +106,27 @@ class BatchInputs:
         items: Sequence[ScheduledRequest],
         requests: Sequence[RunnerRequest],
         layout: KVCacheLayout,
-        device: torch.device,
+        staging: Staging,
     ) -> "BatchInputs":
         spans = []
         for item, request in zip(items, requests, strict=True):
             start, end = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
             token_ids = request.token_ids[start:end]
-            spans.append((start, [*token_ids, *item.draft_token_ids] if item.draft_token_ids else token_ids))
-        made = cls.of_spans(spans, [request.block_ids for request in requests], layout, device)
-        return replace(made, output_rows=_output_rows(items, requests, made.query_start_loc, device))
+            if item.draft_token_ids:
+                token_ids = [*token_ids, *item.draft_token_ids]
+            if len(token_ids) != item.num_scheduled_tokens:  # its last step has failed, which nobody has read
+                raise ValueError(f"{request.request_id} has {len(request.token_ids)} tokens, and {end} are to be known")
+            spans.append((start, token_ids))
+        unknown = _unknown_tokens(spans, requests)
+        others = [*itertools.chain.from_iterable(unknown.values())]
+        output_rows = _output_rows(items, requests)
+        if output_rows is not None:
+            others.append(output_rows)
+        made, sent = cls._sent(spans, [request.block_ids for request in requests], layout, staging, others)
+        for draws in unknown:
+            places, rows = sent.pop(0), sent.pop(0)
+            made.token_ids[places] = draws.token_ids[rows]
+        return replace(made, output_rows=sent.pop(0)) if sent else made
 
     @classmethod
     def of_spans(
@@ -105,9 +134,21 @@ class BatchInputs:
         spans: Sequence[tuple[int, Sequence[int]]],
         block_ids: Sequence[Sequence[list[int]]],
         layout: KVCacheLayout,
-        device: torch.device,
+        staging: Staging,
     ) -> "BatchInputs":
         """For each sequence tokens from a position on, and its block table in each group."""
+        return cls._sent(spans, block_ids, layout, staging, [])[0]
+
+    @classmethod
+    def _sent(
+        cls,
+        spans: Sequence[tuple[int, Sequence[int]]],
+        block_ids: Sequence[Sequence[list[int]]],
+        layout: KVCacheLayout,
+        staging: Staging,
+        others: Sequence[np.ndarray],
+    ) -> tuple["BatchInputs", list[torch.Tensor]]:
+        """`of_spans`, and what else goes to the device with it."""
         counts = [len(token_ids) for _, token_ids in spans]
         query_start_loc = list(itertools.accumulate(counts, initial=0))
         num_tokens, owners = query_start_loc[-1], np.repeat(np.arange(len(spans)), counts)
@@ -115,44 +156,64 @@ class BatchInputs:
         token_ids = np.fromiter(scheduled, dtype=np.int64, count=num_tokens)
         behind = np.array([start - row for (start, _), row in zip(spans, query_start_loc, strict=False)])
         positions = np.arange(num_tokens) + behind[owners]
-        seq_lens = [start + count for (start, _), count in zip(spans, counts, strict=True)]
-        attention = []
+        arrays = [token_ids, positions]
         for index, group in enumerate(layout.groups):
             table = _block_table([tables[index] for tables in block_ids])
-            blocks = table[owners, positions // group.block_tokens]
-            offsets = positions % group.block_tokens
-            attention.append(
+            arrays += [table, table[owners, positions // group.block_tokens], positions % group.block_tokens]
+        sent = staging.send([*arrays, *others])
+        tables = zip(*(sent[first : len(arrays) : 3] for first in (2, 3, 4)), strict=True)
+        made = cls(
+            token_ids=sent[0],
+            positions=sent[1],
+            query_start_loc=query_start_loc,
+            attention=tuple(
                 AttentionMetadata(
                     query_start_loc=query_start_loc,
-                    seq_lens=seq_lens,
-                    block_table=torch.from_numpy(table).to(device),
-                    slots=Slots(torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)),
+                    seq_lens=[start + count for (start, _), count in zip(spans, counts, strict=True)],
+                    block_table=table,
+                    slots=Slots(blocks, offsets),
                     block_tokens=group.block_tokens,
                     window=group.spec.window,
                 )
-            )
-        return cls(
-            token_ids=torch.from_numpy(token_ids).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            query_start_loc=query_start_loc,
-            attention=tuple(attention),
+                for group, (table, blocks, offsets) in zip(layout.groups, tables, strict=True)
+            ),
             group_of_layer=layout.group_of_layer,
         )
+        return made, sent[len(arrays) :]
+
+
+def _unknown_tokens(
+    spans: Sequence[tuple[int, Sequence[int]]], requests: Sequence[RunnerRequest]
+) -> dict[Draws, tuple[np.ndarray, np.ndarray]]:
+    """Where a step has tokens that are still on the device: by what drew them, their places in the step and rows. Each
+    is the last one of its request, and the last one that the step has of it."""
+    found: dict[Draws, tuple[list[int], list[int]]] = {}
+    ends = itertools.accumulate(len(token_ids) for _, token_ids in spans)
+    for (_, token_ids), request, end in zip(spans, requests, ends, strict=True):
+        if request.unknown is not None and token_ids[-1] == UNKNOWN:
+            draws, row = request.unknown
+            places, rows = found.setdefault(draws, ([], []))
+            places.append(end - 1)
+            rows.append(row)
+    return {
+        draws: (np.array(places, dtype=np.int64), np.array(rows, dtype=np.int64))
+        for draws, (places, rows) in found.items()
+    }
 
 
 def _output_rows(
     items: Sequence[ScheduledRequest],
     requests: Sequence[RunnerRequest],
-    query_start_loc: Sequence[int],
-    device: torch.device,
-) -> torch.Tensor | None:
+) -> np.ndarray | None:
     """The rows that score a prompt token or from which a token is sampled, in order; None where that is all of them."""
     rows: list[int] = []
-    for item, request, begin, end in zip(items, requests, query_start_loc, query_start_loc[1:], strict=False):
+    end = 0
+    for item, request in zip(items, requests, strict=True):
+        begin, end = end, end + item.num_scheduled_tokens
         rows += [begin + position - item.num_computed_tokens for position in request.scored_positions(item)]
         if item.samples:
             rows += range(end - 1 - len(item.draft_token_ids), end)
-    return None if len(rows) == query_start_loc[-1] else torch.tensor(rows, dtype=torch.int64, device=device)
+    return None if len(rows) == end else np.array(rows, dtype=np.int64)
 
 
 def _block_table(rows: list[list[int]]) -> np.ndarray:

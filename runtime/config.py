@@ -30,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     head: Literal["auto", "16bit", "int8"] = "auto"  # of a head stored in 16 bit, by native kernels: see `dtypes`
     activations: Literal["auto", "exact", "int8"] = "auto"  # that integer weights multiply, by native kernels: likewise
     enforce_eager: bool = False  # on a GPU: no CUDA graphs
+    overlap_steps: bool | None = None  # schedule the next step while one is computed; None: on a GPU, where it can be
     block_tokens: int = 16
     max_model_len: int | None = None  # None: the model's own context, or what the KV-cache holds if that is less
     max_num_seqs: int = 64
@@ -49,6 +50,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def why_no_overlap(self) -> str | None:
+        """What has to know a step's tokens before the next one is scheduled; None: nothing."""
+        if self.speculation is not None:
+            return "--speculative guesses by a step's tokens before the next one"
+        if self.slo is not None:
+            return "--slo times steps one by one"
+        if self.num_ranks > 1:
+            return "the first of several ranks tells the others what it sampled"
+        return None
 
     @property
     def ways(self) -> dict[str, int]:

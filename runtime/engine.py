@@ -5,7 +5,6 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +15,7 @@ from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.step_cost import StepCostModel
 from llmq.runtime.config import EngineConfig
-from llmq.runtime.executor import Executor, InProcessExecutor
+from llmq.runtime.executor import Executor, InProcessExecutor, PendingStep
 from llmq.runtime.frontend.grammar import GrammarCompiler
 from llmq.runtime.frontend.grammar_process import GrammarProcesses
 from llmq.runtime.kv_manager import KVCacheManager
@@ -60,7 +59,7 @@ class Engine:
         self.pacer = pacer
         self._check_integrity = config.check_integrity
         self._seeds = random.Random(config.seed)
-        self._pending: deque[tuple[SchedulerOutput, Future[StepResult]]] = deque()  # in flight, the oldest first
+        self._pending: deque[tuple[SchedulerOutput, PendingStep]] = deque()  # in flight, the oldest first
         self._clock = QueueClock(clock)
         self._num_steps = self._prompt_tokens = self._generation_tokens = 0
         self._draft_s = 0.0
@@ -122,16 +121,22 @@ class Engine:
         while len(self._pending) < self.scheduler.depth and (plan := self.scheduler.schedule()) is not None:
             self._clock.schedule(new.request_id for new in plan.new_requests)
             self._pending.append((plan, self.executor.submit(plan)))
-        plan, future = self._pending.popleft()
-        result = future.result()
-        outputs = self.scheduler.update_from_output(plan, result)
+        plan, result, outputs = self._end_step()
         self._draft_s += result.draft_s
         if self.pacer is not None:
             self.pacer.end_step(plan, result.draft_s, goes_on=self.has_unfinished_requests)
         self._count(plan, outputs)
+        while self._pending and not self.has_unfinished_requests:
+            self._end_step()  # of tokens behind the last ones
         if self._check_integrity:
             self.scheduler.kv.check_integrity()
         return [*shed, *(self._clock.stamp(output) for output in outputs)]
+
+    def _end_step(self) -> tuple[SchedulerOutput, StepResult, list[RequestOutput]]:
+        """Wait for the oldest step in flight."""
+        plan, pending = self._pending.popleft()
+        result = pending.result()
+        return plan, result, self.scheduler.update_from_output(plan, result)
 
     def observe_logits(self, observer: LogitsObserver | None) -> None:
         """Call `observer(request_id, position, logits [n, vocab_size] float32)` for the computed positions of requests
@@ -231,7 +236,8 @@ def _build(config: EngineConfig) -> Engine:
         if plan is None:
             memory = worker.profile()
             plan = worker.plan(memory.spare_bytes)
-        executor, loaded = InProcessExecutor(worker.make_runner(plan.num_blocks, sampler)), [worker.loaded]
+        runner = worker.make_runner(plan.num_blocks, sampler)
+        executor, loaded = InProcessExecutor(runner, depth=2 if worker.overlaps_steps else 1), [worker.loaded]
     else:
         executor, plan, memory = RankExecutor.start(worker, rank, plan, sampler)
         loaded = executor.loaded
@@ -265,6 +271,7 @@ def _build(config: EngineConfig) -> Engine:
         kv_cache_bytes=plan.kv_cache_bytes,
         weight_bytes=sum(one.weight_bytes for one in loaded),
         packed_weights=worker.loader.packed_weights,
+        packages=worker.packages,
         device=worker.device.type if config.num_ranks > 1 else str(worker.device),
         fingerprint=_fingerprint(worker, executor.runner.program, loaded[:: config.tensor_parallel]),
         pace=pace,
@@ -272,7 +279,8 @@ def _build(config: EngineConfig) -> Engine:
         memory=memory,
     )
     kv = KVCacheManager(plan.layout, plan.num_blocks, config.enable_prefix_caching)
-    scheduler = Scheduler(kv, policy, eos, plan.max_model_len, depth=config.pipeline_parallel)
+    depth, unseen = executor.depth, worker.overlaps_steps
+    scheduler = Scheduler(kv, policy, eos, plan.max_model_len, depth, unseen=unseen)
     return Engine(scheduler, executor, info, config, pacer=pacer)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout, KVCacheSpec
 from llmq.runtime.kv_codec import SCALE_DTYPE, KVCodec, make_codec
+from llmq.runtime.staging import Staging
 
 _LINE_BYTES = 64
 
@@ -64,6 +65,7 @@ class KVStore:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.staging = Staging.of(device)  # for all numbers that a step brings along
         self._blocks = _zeros(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
         self._parts: dict[int, tuple[StoredPart, StoredPart]] = {}
         for group in layout.groups:
@@ -102,7 +104,7 @@ class KVStore:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each: what a copy-on-write of a shared block needs."""
         if copies:
-            source, target = torch.tensor(list(copies), device=self._blocks.device).T
+            source, target = self.staging.send_integers(copies).T
             self._blocks[target] = self._blocks[source]
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
@@ -114,7 +116,7 @@ class KVStore:
             for block_id in block_ids:
                 blocks[block_id].fill(0)
         elif block_ids:
-            self._blocks[torch.tensor(block_ids, device=self._blocks.device)] = 0
+            self._blocks[self.staging.send_integers(block_ids)] = 0
 
     def _part(
         self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None

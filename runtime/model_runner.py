@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ from llmq.runtime.kv_store import KVStore
 from llmq.runtime.programs.base import Program
 from llmq.runtime.request import TokenLogprobs
 from llmq.runtime.sampling.logprobs import score_tokens
-from llmq.runtime.sampling.sampler import Sampler
+from llmq.runtime.sampling.sampler import LaunchedSample, Sampler
 from llmq.runtime.scheduler_output import DraftPass, RequestResult, ScheduledRequest, SchedulerOutput, StepResult
 from llmq.runtime.speculative.draft_pass import DraftPasses
 from llmq.runtime.speculative.drafter import Drafter
@@ -51,9 +52,15 @@ class ModelRunner:
         self.logits_observer: LogitsObserver | None = None
         self._requests: dict[str, RunnerRequest] = {}
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepResult:
         """Compute the planned tokens, and sample where a request has caught up with itself."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
+        """The same, without waiting for the device where nothing but the device needs to know what was sampled. The
+        next step may be launched before this one's result is asked for; results are asked for in order."""
+        self.store.staging.begin_step()
         for request_id in plan.forgotten_request_ids:
             self._requests.pop(request_id, None)
             if self.drafter is not None:
@@ -70,12 +77,13 @@ class ModelRunner:
                 request.forks = []
         self.store.copy_blocks(plan.block_copies)  # first: a source may have been given away since
         self.store.clear_blocks(unfilled)
-        results = self._compute(plan.scheduled)
+        launched = LaunchedStep(self._compute(plan.scheduled))
         if self.drafter is None or not plan.drafts.num_tokens:
-            return StepResult(results=results)
+            return launched
+        results = launched.result().results
         began_s = time.perf_counter()
         self._draft(plan, results)
-        return StepResult(results=results, draft_s=time.perf_counter() - began_s)
+        return LaunchedStep([], StepResult(results=results, draft_s=time.perf_counter() - began_s))
 
     def _draft(self, plan: SchedulerOutput, results: dict[str, RequestResult]) -> None:
         """Add to `results` guesses of what follows, where the plan asks for some. An end is never guessed: it comes by
@@ -93,14 +101,14 @@ class ModelRunner:
         """This rank's part of what the first rank's drafter computes."""
         self._passes.follow(told, self._requests)
 
-    def _compute(self, items: Sequence[ScheduledRequest]) -> dict[str, RequestResult]:
-        """Results of some of a step's items, each ending at worst in an error of its own.
+    def _compute(self, items: Sequence[ScheduledRequest]) -> "list[_Part]":
+        """Some of a step's items, each ending at worst in an error of its own.
 
         A forward that raises is tried again by halves until its culprit is alone. That changes nothing for the others:
         K and V depend on a request's own tokens and go to its own slots, where the second time writes the same.
         """
         if not items:
-            return {}
+            return []
         requests = [self._requests[item.request_id] for item in items]
         try:
             hidden, sampled = self._forward(items, requests)
@@ -112,25 +120,23 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # raises where the device itself is lost: then nothing can go on
             if len(items) == 1:
-                return {items[0].request_id: RequestResult(error=describe(error))}
+                return [_Part(requests, _Samples([1], [RequestResult(error=describe(error))]), [_Scores()], [None])]
             failed = True
         else:
             failed = False
         if failed:  # out of the handler, whose traceback would keep the failed forward's tensors
             middle = len(items) // 2
-            return self._compute(items[:middle]) | self._compute(items[middle:])
-        results = {}
-        for request, made, scores in zip(requests, sampled, scored, strict=True):
-            results[request.request_id] = _result(request, made, scores)
-        return results
+            return self._compute(items[:middle]) + self._compute(items[middle:])
+        return [_Part(requests, sampled, scored, sampled.await_tokens(requests))]
 
     def _forward(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest]
-    ) -> tuple[torch.Tensor, list[list[RequestResult]]]:
+    ) -> "tuple[torch.Tensor, _Samples]":
         """(hidden states [num_tokens, hidden_size], the samples of each item).
 
         The samples of an item are its own and its forks' where its last token is scheduled, else none."""
-        inputs = BatchInputs.build(items, requests, self.store.layout, self.device)
+        staging = self.store.staging
+        inputs = BatchInputs.build(items, requests, self.store.layout, staging)
         reads_all = self._passes is not None and self._passes.reads_hidden  # on every rank, which compute alike
         if reads_all or (self.drafter is not None and self.drafter.reads_hidden == "all"):
             inputs = replace(inputs, output_rows=None)
@@ -149,34 +155,32 @@ class ModelRunner:
             owners += sequences
             guesses += [*drafts, None] if drafts else [None] * len(sequences)
         if not rows:
-            return hidden, [[] for _ in items]
+            return hidden, _Samples([0] * len(items), [])
         if len(rows) < len(hidden):
-            logits = self.program.logits(hidden[torch.tensor(rows, device=self.device)])
+            logits = self.program.logits(hidden[staging.send_integers(rows)])
         else:
             logits = self.program.logits(hidden)
         if logits is None:
-            return hidden, [[] for _ in items]
+            return hidden, _Samples([0] * len(items), [])
         if len(owners) > len(rows):
-            logits = logits.repeat_interleave(torch.tensor(copies, device=self.device), dim=0)
-        made = iter(sample_with_drafts(self.sampler, logits, owners, guesses))
-        sampled = [
-            list(itertools.islice(made, 1 + len(request.forks))) if item.samples else []
-            for item, request in zip(items, requests, strict=True)
-        ]
-        return hidden, sampled
+            logits = logits.repeat_interleave(staging.send_integers(copies), dim=0)
+        counts = [item.samples * (1 + len(request.forks)) for item, request in zip(items, requests, strict=True)]
+        if all(guess is None for guess in guesses):
+            return hidden, _Samples(counts, self.sampler.launch(logits, owners))
+        return hidden, _Samples(counts, sample_with_drafts(self.sampler, logits, owners, guesses))
 
     def _keep_hidden(
         self,
         items: Sequence[ScheduledRequest],
         requests: Sequence[RunnerRequest],
         hidden: torch.Tensor,
-        sampled: Sequence[list[RequestResult]],
+        samples: "_Samples",
     ) -> None:
         """For a drafter that reads them: without the rows of rejected drafts."""
         if self.drafter is None or self.drafter.reads_hidden == "nothing":
             return
         parts = hidden.split([item.num_scheduled_tokens for item in items])
-        for item, request, rows, own in zip(items, requests, parts, sampled, strict=True):
+        for item, request, rows, own in zip(items, requests, parts, samples.results, strict=True):
             has_tokens = own and own[0].error is None
             num_rejected = len(item.draft_token_ids) + 1 - len(own[0].token_ids) if has_tokens else 0
             request.hidden = rows[: len(rows) - num_rejected]
@@ -201,7 +205,7 @@ class ModelRunner:
             rows += [begin + position - item.num_computed_tokens for position in scored]
             begin += item.num_scheduled_tokens
         for tile in range(0, len(rows), LOGITS_TILE):
-            logits = self.program.logits(hidden[torch.tensor(rows[tile : tile + LOGITS_TILE], device=self.device)])
+            logits = self.program.logits(hidden[self.store.staging.send_integers(rows[tile : tile + LOGITS_TILE])])
             if logits is None:
                 continue
             offset = 0
@@ -224,6 +228,66 @@ class ModelRunner:
             scores.error = describe(raised)
 
 
+class LaunchedStep:
+    """A step that was handed to the device."""
+
+    def __init__(self, parts: "Sequence[_Part]", ended: StepResult | None = None) -> None:
+        self._parts, self._ended = parts, ended
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        """Waits for the device. What was sampled is known to its requests from then on."""
+        if self._ended is None:
+            results: dict[str, RequestResult] = {}
+            for part in self._parts:
+                results |= part.read()
+            self._ended = StepResult(results=results)
+        return self._ended
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What was sampled for so many sequences of each item: itself and its forks, or nothing."""
+
+    counts: Sequence[int]
+    made: LaunchedSample | Sequence[RequestResult]
+
+    def await_tokens(self, requests: Sequence[RunnerRequest]) -> list[int | None]:
+        """The position of each request's next token, which is known to the device only; None: there is none."""
+        if not isinstance(self.made, LaunchedSample):
+            return [None] * len(requests)
+        rows = itertools.accumulate(self.counts, initial=0)
+        return [
+            request.await_token(self.made.draws, row) if count else None
+            for request, count, row in zip(requests, self.counts, rows, strict=False)
+        ]
+
+    @cached_property
+    def results(self) -> list[list[RequestResult]]:
+        """The samples of each item. Waits for the device."""
+        made = iter(self.made.read() if isinstance(self.made, LaunchedSample) else self.made)
+        return [list(itertools.islice(made, count)) for count in self.counts]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Items of a step that were computed together."""
+
+    requests: Sequence[RunnerRequest]
+    samples: _Samples
+    scores: "Sequence[_Scores]"
+    positions: Sequence[int | None]  # of tokens that requests wait for
+
+    def read(self) -> dict[str, RequestResult]:
+        """Waits for the device."""
+        return {
+            request.request_id: _result(request, made, scores, position)
+            for request, made, scores, position in zip(
+                self.requests, self.samples.results, self.scores, self.positions, strict=True
+            )
+        }
+
+
 @dataclass
 class _Scores:
     """Of one item: the prompt positions predicted in this step, in order, or why there are none."""
@@ -232,7 +296,9 @@ class _Scores:
     error: str | None = None
 
 
-def _result(request: RunnerRequest, sampled: list[RequestResult], scores: _Scores) -> RequestResult:
+def _result(
+    request: RunnerRequest, sampled: list[RequestResult], scores: _Scores, position: int | None
+) -> RequestResult:
     """What an item brings. An error of one of several sequences of a prompt is an error of all."""
     error = next((one.error for one in sampled if one.error is not None), scores.error)
     if error is not None:
@@ -240,7 +306,10 @@ def _result(request: RunnerRequest, sampled: list[RequestResult], scores: _Score
     if not sampled:
         return RequestResult(prompt_logprobs=scores.entries)
     own, *others = sampled
-    request.token_ids.extend(own.token_ids)
+    if position is None:
+        request.token_ids.extend(own.token_ids)
+    else:
+        request.learn_token(position, own.token_ids[0])
     forks = {name: made for (name, _), made in zip(request.forks, others, strict=True)}
     request.forks = []
     return msgspec.structs.replace(own, prompt_logprobs=scores.entries, forks=forks)

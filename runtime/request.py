@@ -108,6 +108,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     weight_bytes: int
     packed_weights: str = ""  # where they are kept as native kernels read them, for people
+    packages: list[str] = []  # of others' kernels, which were picked and why not: for people
     device: str
     fingerprint: dict[str, str]  # what decides the numerics: kernels, dtypes, head, KV dtype, weights' hash
     pace: "Pace | None" = None  # where an SLO is kept
@@ -139,6 +140,7 @@ class Request:
         self.draft_token_ids: list[int] = []  # guesses of what follows, to be verified in its next step
         self.num_computed_tokens = 0
         self.num_tokens_in_flight = 0  # of steps that have not ended, behind the computed ones
+        self.num_unknown_tokens = 0  # behind `token_ids`: that steps in flight sample, and the next one may compute
         self.num_tokens_told = 0  # to the runner
         self.num_cached_tokens = 0  # of the first admission: what the user is told
         self.num_preemptions = 0
@@ -162,6 +164,25 @@ class Request:
         its last token."""
         num_tokens = len(self.token_ids)
         return num_tokens - 1 if self.sampling_params.max_tokens == 0 and num_tokens > 1 else num_tokens
+
+    @property
+    def num_tokens_to_plan(self) -> int:
+        """`num_tokens_to_compute`, and those that nobody has read yet."""
+        return self.num_tokens_to_compute + self.num_unknown_tokens
+
+    @property
+    def is_sampled_unseen(self) -> bool:
+        """Its next token can be sampled before the last one has come to the host: nothing reads that one but the
+        forward itself. A grammar, penalties and what forks or searches do read it."""
+        params = self.sampling_params
+        return (
+            self.search is None
+            and not self.forks
+            and params.grammar is None
+            and params.repetition_penalty == 1.0
+            and not params.presence_penalty
+            and not params.frequency_penalty
+        )
 
     @property
     def num_planned_tokens(self) -> int:

@@ -21,10 +21,14 @@ class Scheduler:
     what is left of the budget. When the pool runs dry the last running request gives its blocks back and waits: its
     tokens are recomputed later.
 
-    With `depth` > 1 so many steps are in flight at once, one in each stage of a pipeline. A request whose next token is
-    being computed is in none of the others, and sequences are shared out among them; chunks of a prompt follow each
-    other without waiting. Every stage computes the steps in their order, so blocks may change hands while steps that
-    read them are in flight.
+    With `depth` > 1 so many steps are in flight at once. Where they are in the stages of a pipeline, a request whose
+    next token is being computed is in none of the others, and sequences are shared out among them; chunks of a prompt
+    follow each other without waiting. Every stage computes the steps in their order, so blocks may change hands while
+    steps that read them are in flight.
+
+    With `unseen` the next step computes a token that the last one samples and nobody has read: its place is planned,
+    and the runner knows the token. One that ends its request is found a step later, when that step's is dropped. K and
+    V of what was not read are committed to no prefix cache: `num_computed_tokens` counts what has come back.
     """
 
     def __init__(
@@ -34,12 +38,14 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         max_model_len: int,
         depth: int = 1,
+        *,
+        unseen: bool = False,
     ) -> None:
         self.kv = kv
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
-        self.depth = depth
+        self.depth, self.unseen = depth, unseen
         self.running: list[Request] = []  # in `Request.order`
         self.waiting = FairQueue()
         self.admission = Admission(kv, max_model_len)
@@ -119,7 +125,7 @@ class Scheduler:
             if request.search is not None and request.is_held:
                 continue
             in_flight = request.num_tokens_in_flight
-            if in_flight and request.num_planned_tokens >= request.num_tokens_to_compute:
+            if in_flight and request.num_planned_tokens >= request.num_tokens_to_plan:
                 continue
             if not in_flight:
                 if share == 0:
@@ -156,9 +162,9 @@ class Scheduler:
         return self._plan(scheduled) if scheduled or not self._in_flight else None
 
     def _share(self) -> int:
-        """Most sequences of a step: all that may run, shared out among those in flight."""
-        running = len(self.running)
-        return -(-min(running + len(self.waiting), max(running, self.policy.max_num_seqs)) // self.depth)
+        """Most sequences of a step: all that may run, shared out among those in flight where a request is in one."""
+        running, steps = len(self.running), 1 if self.unseen else self.depth
+        return -(-min(running + len(self.waiting), max(running, self.policy.max_num_seqs)) // steps)
 
     def _admit_waiting(self, budget: int, share: int, scheduled: list[tuple[Request, int]]) -> None:
         """Start up to `share` waiting requests with what is left of the budget, in the queue's order, while there is
@@ -190,7 +196,7 @@ class Scheduler:
     def _num_wanted(self, request: Request) -> int:
         """How many tokens a running request has to compute in all, the drafts behind them too where there are blocks
         for them: a guess is worth nobody's blocks."""
-        num_tokens, num_drafts = request.num_tokens_to_compute, len(request.draft_token_ids)
+        num_tokens, num_drafts = request.num_tokens_to_plan, len(request.draft_token_ids)
         return num_tokens + num_drafts if num_drafts and self.kv.has_room(num_drafts + 1) else num_tokens
 
     def _chunk(self, num_tokens: int, num_computed_tokens: int, budget: int) -> int:
@@ -218,6 +224,8 @@ class Scheduler:
                 outputs += self._fail(request, made.error)
                 continue
             request.num_tokens_in_flight -= item.num_scheduled_tokens
+            if item.samples and request.num_unknown_tokens:
+                request.num_unknown_tokens -= 1
             end = item.num_computed_tokens + item.num_scheduled_tokens
             request.num_computed_tokens = end - self._count_rejected(item, made)
             if made.prompt_logprobs:
@@ -376,6 +384,17 @@ class Scheduler:
             self._known_to_runner.remove(request_id)
             self._forgotten.append(request_id)
 
+    def _goes_on_unseen(self, request: Request) -> bool:
+        """Whether the token that is being sampled may be computed before it is read: it is not the last by its number,
+        and a drafter guesses by none."""
+        if not self.unseen or self.policy.drafts.num_tokens or not request.is_sampled_unseen:
+            return False
+        num_unknown = request.num_unknown_tokens + 1
+        return (
+            request.num_output_tokens + num_unknown < request.sampling_params.max_tokens
+            and request.num_tokens + num_unknown < self.max_model_len
+        )
+
     def _plan(self, scheduled: list[tuple[Request, int]]) -> SchedulerOutput:
         new_requests, items = [], []
         num_tokens = num_prompt_tokens = 0
@@ -386,7 +405,7 @@ class Scheduler:
                 new_requests.append(_in_full(request))
                 request.num_tokens_told = request.num_tokens
             first_block, block_ids = self.kv.take_new_block_ids(name)
-            num_drafts = computed + num_new - len(request.token_ids)
+            num_drafts = computed + num_new - request.num_tokens - request.num_unknown_tokens
             samples = num_drafts >= 0 and request.sampling_params.max_tokens > 0
             items.append(
                 ScheduledRequest(
@@ -403,6 +422,7 @@ class Scheduler:
             )
             request.num_tokens_told = len(request.token_ids)
             request.num_tokens_in_flight += num_new
+            request.num_unknown_tokens += samples and self._goes_on_unseen(request)
             num_tokens += num_new
             if computed < request.num_prompt_tokens:
                 num_prompt_tokens += min(num_new, request.num_prompt_tokens - computed)

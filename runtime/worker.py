@@ -13,9 +13,12 @@ from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
+from llmq.runtime.attention.base import AttentionBackend
+from llmq.runtime.attention.flashinfer import choose_flashinfer
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, native_numerics
 from llmq.runtime.kernels import native, triton_runs
+from llmq.runtime.kernels.optional import FLASHINFER
 from llmq.runtime.kv_codec import TORCH_DTYPES
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.memory import (
@@ -30,6 +33,7 @@ from llmq.runtime.memory import (
 )
 from llmq.runtime.memory_profile import CudaMemory, DeviceMemory, largest_step, num_profile_blocks, profile_memory
 from llmq.runtime.model_runner import ModelRunner
+from llmq.runtime.models.decoder import Decoder
 from llmq.runtime.models.loader import Model, make_loader
 from llmq.runtime.parallel.messages import Loaded
 from llmq.runtime.parallel.rank import Rank
@@ -62,6 +66,8 @@ class Worker:
         self.stages = stages_of(self.checkpoint, config.pipeline_parallel)
         self.stage = self.stages[0 if self.rank.link is None else self.rank.link.stage]
         self.device = _device(config, self.rank.number)
+        if config.overlap_steps and config.why_no_overlap is not None:
+            raise InputError(f"--overlap-steps: {config.why_no_overlap}; leave one of them out")
         if config.memory_utilization is not None and self.device.type != "cuda":
             raise InputError("--gpu-memory-utilization: the engine runs on a CPU here; say --kv-cache-memory instead")
         if config.enforce_eager and self.device.type != "cuda":
@@ -86,8 +92,16 @@ class Worker:
         self._check_draft_layers()
         self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)
         self.model: Model | None = None
+        self.packages: list[str] = []  # of others' kernels, which were picked and why not: for people
         self._medusa_heads: list[MedusaHead] = []
         self._static_scales: Mapping[int, tuple[float, float]] | None = None
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """The next step is scheduled while one is computed: of use where a device computes beside the host."""
+        if self.config.overlap_steps is None:
+            return self.device.type == "cuda" and self.config.why_no_overlap is None
+        return self.config.overlap_steps
 
     def plan_early(self) -> KVCachePlan | None:
         """The KV-cache of each rank, before any weight is read; None where it is what they leave free on a GPU."""
@@ -141,12 +155,24 @@ class Worker:
         if self.dtypes.has_static_kv_scales:
             self._static_scales = self.loader.kv_scales()
         self.model = self.loader.load(self.max_positions)
+        self._use_packages()
         if self.drafter is not None:
             self.drafter.load(self.model, self.max_positions)
         if self._is_first and (speculation := self.config.speculation) is not None and speculation.method == "medusa":
             sizes = self.architecture.hidden_size, self.architecture.vocab_size
             dtype = TORCH_DTYPES[self.dtypes.dtype]
             self._medusa_heads = load_heads(Path(speculation.draft_model), *sizes, dtype, self.device)
+
+    def _use_packages(self) -> None:
+        """Others' kernels for the loaded linears, on a GPU where nothing else is asked for."""
+        if self.device.type != "cuda" or self.config.kernels != "auto" or self.config.batch_invariant:
+            return
+        if not isinstance(self.model, Decoder) or not triton_runs(self.device.type):
+            return
+        from llmq.runtime.layers.humming_linear import use_humming  # here: triton is not on every machine
+
+        capability = torch.cuda.get_device_capability(self.device)
+        self.packages.append(use_humming(self.model, TORCH_DTYPES[self.dtypes.dtype], capability=capability))
 
     @property
     def max_positions(self) -> int:
@@ -170,9 +196,9 @@ class Worker:
         if self.numerics is None:
             return None
         if triton_runs(self.device.type):
-            from llmq.runtime.sampling.on_device import draw_on_device  # here: triton is not on every machine
+            from llmq.runtime.sampling.on_device import DrawOnDevice  # here: triton is not on every machine
 
-            return draw_on_device
+            return DrawOnDevice(self.device)
         return draw_on_cpu if native is not None and self.device.type == "cpu" else None
 
     def profile(self, memory: DeviceMemory | None = None) -> MemoryProfile:
@@ -182,11 +208,11 @@ class Worker:
         config, share = self.config, self.config.memory_utilization or GPU_SHARE
         memory.trim()
         at_most = self.plan(int(memory.total() * share) - memory.allocated())
-        layout, is_staged = at_most.layout, config.pipeline_parallel > 1
+        layout = at_most.layout
         largest = largest_step(
             layout,
-            # Stages have unequal memory, and have to run the same step.
-            max_model_len=self.max_positions if is_staged else at_most.max_model_len,
+            # Ranks have unequal memory, and have to run the same step.
+            max_model_len=self.max_positions if config.num_ranks > 1 else at_most.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=self.architecture.vocab_size,
@@ -209,7 +235,7 @@ class Worker:
         and not without. is_alone: `ModelRunner`'s; None: one rank is."""
         layout = rank_layout(self.cached, self.config, self.dtypes, self.stage)
         store = KVStore(layout, num_blocks, self.device, self._static_scales)
-        program = self._program(self.model, self.architecture, store)
+        program = self._program(self.model, self.architecture, store, self._other_attention(store))
         if self.rank.link is not None:
             dtype = TORCH_DTYPES[self.dtypes.dtype]
             program = StageProgram(program, self.rank.link, self.architecture.hidden_size, dtype)
@@ -222,17 +248,39 @@ class Worker:
             is_alone = self.config.num_ranks == 1
         return ModelRunner(program, store, sampler, self.device, drafter, passes=passes, is_alone=is_alone)
 
-    def _program(self, model: Model, architecture: ModelArchitecture, store: KVStore) -> Program:
-        ranks = self.config.tensor_parallel
+    def _program(
+        self,
+        model: Model,
+        architecture: ModelArchitecture,
+        store: KVStore,
+        attention: AttentionBackend | None = None,
+    ) -> Program:
         return make_program(
             model,
             store,
             TORCH_DTYPES[self.dtypes.dtype],
-            architecture.num_attention_heads // ranks // max(1, architecture.num_kv_heads // ranks),
+            self._group_size(architecture),
             self.config.batch_invariant,
             self.numerics is not None,
             self._graphs(architecture),
+            attention,
         )
+
+    def _group_size(self, architecture: ModelArchitecture) -> int:
+        """Query heads that share a KV head, on each rank."""
+        ranks = self.config.tensor_parallel
+        return architecture.num_attention_heads // ranks // max(1, architecture.num_kv_heads // ranks)
+
+    def _other_attention(self, store: KVStore) -> AttentionBackend | None:
+        """FlashInfer's, on a GPU where nothing else is asked for and it serves; `packages` says what came of it."""
+        if self.device.type != "cuda" or self.config.kernels != "auto" or self.config.batch_invariant:
+            return None
+        dtype, group_size = TORCH_DTYPES[self.dtypes.dtype], self._group_size(self.architecture)
+        attention, why = choose_flashinfer(store, dtype, group_size)
+        said = f"{FLASHINFER.what_for} by {why}" if attention else f"no FlashInfer: {why}"
+        if said not in self.packages:
+            self.packages.append(said)
+        return attention
 
     def _graphs(self, architecture: ModelArchitecture) -> tuple[int, int] | None:
         """(sequences, tokens of one) of steps that CUDA graphs replay; of several ranks none are captured."""

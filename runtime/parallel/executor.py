@@ -87,6 +87,7 @@ class RankExecutor:
         self, runner: ModelRunner, thread: RankThread, processes: RankProcesses, rank: Rank, loaded: list[Loaded]
     ) -> None:
         self.runner = runner
+        self.depth = 1 if rank.link is None else rank.link.num_stages
         self.loaded = loaded  # by each rank, in order
         self._thread, self._processes, self._rank = thread, processes, rank
         processes.watch(thread.fail)

@@ -24,17 +24,19 @@ def make_program(
     batch_invariant: bool = False,
     native: bool = True,
     graphs: tuple[int, int] | None = None,
+    attention: AttentionBackend | None = None,
 ) -> Program:
     """On a GPU the program of Triton kernels, on a CPU the native one, where a decoder lowers to it; else torch with
     the fastest attention that there is.
 
     group_size: query heads that share a KV head. batch_invariant: no result depends on what else a step computes, which
     is so of the native program and of one attention for torch. native: our own kernels may run.
-    graphs: (most sequences, most tokens of one) of decode steps in CUDA graphs; None: none.
+    graphs: (most sequences, most tokens of one) of decode steps in CUDA graphs; None: none. attention: of another's
+    making, for a decoder that runs on Triton kernels.
     """
     why_not = None
     if native and not batch_invariant and triton_runs(store.device.type):
-        return _triton_program(model, store, dtype, graphs)
+        return _triton_program(model, store, dtype, graphs, attention)
     if native and store.device.type == "cpu":
         if not isinstance(model, Decoder):
             why_not = "the model's code is not llmq's own"
@@ -51,7 +53,13 @@ def make_program(
     return EagerProgram(model, store, attention, why_not)
 
 
-def _triton_program(model: Model, store: KVStore, dtype: torch.dtype, graphs: tuple[int, int] | None) -> Program:
+def _triton_program(
+    model: Model,
+    store: KVStore,
+    dtype: torch.dtype,
+    graphs: tuple[int, int] | None,
+    other_attention: AttentionBackend | None,
+) -> Program:
     """Of a decoder of our own; else, and for blocks that the kernels do not read, torch with the best attention."""
     # Here, for the package triton is not on every machine.
     from llmq.runtime.attention.triton import TritonAttention
@@ -62,7 +70,7 @@ def _triton_program(model: Model, store: KVStore, dtype: torch.dtype, graphs: tu
         kinds = ", ".join(sorted({group.spec.dtype.name for group in store.layout.groups}))
         return EagerProgram(model, store, SdpaAttention(), f"no Triton attention in {dtype} over blocks of {kinds}")
     if isinstance(model, Decoder):
-        program = TritonProgram(model, store)
+        program = TritonProgram(model, store, other_attention)
         if graphs is None:
             return program
         graphed = GraphedProgram(program, *graphs)

@@ -7,17 +7,19 @@ which a step is copied. Sequences that fill a bucket up have no queries, and wri
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.attention.base import AttentionMetadata
-from llmq.runtime.attention.triton import FEW_ROWS, power_of_two
+from llmq.runtime.attention.triton import FEW_ROWS, TritonAttention, power_of_two
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kernels.triton.attention import Tiles
 from llmq.runtime.kernels.triton.launch import Target
 from llmq.runtime.kv_store import Slots
 from llmq.runtime.programs.triton import TritonProgram
+from llmq.runtime.staging import Staging
 
 # (what makes a result) -> what makes it again, into the same tensor
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -69,14 +71,14 @@ class DecodeBuffers:
         )
         self.prepared = [GraphedStep(metadata, self.tiles, max_model_len) for metadata in attention]
 
-    def load(self, step: BatchInputs) -> None:
+    def load(self, step: BatchInputs, staging: Staging) -> None:
         """Copy a step of at most `size` sequences in; the others get no query."""
         count = len(step.token_ids)
-        rows = torch.zeros(self.size, 4, dtype=torch.int32)
-        rows[:, 0] = rows[:, 1] = torch.arange(self.size, dtype=torch.int32)
+        rows = np.zeros((self.size, 4), dtype=np.int32)
+        rows[:, 0] = rows[:, 1] = np.arange(self.size)
         rows[:count, 2] = 1
-        rows[:count, 3] = torch.tensor(step.attention[0].seq_lens, dtype=torch.int32) - 1
-        self.tiles.copy_(rows)
+        rows[:count, 3] = np.array(step.attention[0].seq_lens) - 1
+        self.tiles.copy_(staging.send([rows])[0])
         self.inputs.token_ids[:count].copy_(step.token_ids)
         self.inputs.positions[:count].copy_(step.positions)
         for own, other in zip(self.inputs.attention, step.attention, strict=True):
@@ -116,7 +118,10 @@ class GraphedProgram:
         self, eager: TritonProgram, max_num_seqs: int, max_model_len: int, capture: Capture | None = None
     ) -> None:
         self.eager, self.model, self.store = eager, eager.model, eager.store
-        self.name, self.attention_kernel = f"{eager.name}, decoding in CUDA graphs", eager.attention_kernel
+        self.name, self._attention = f"{eager.name}, decoding in CUDA graphs", TritonAttention()
+        self.attention_kernel = self._attention.name
+        if eager.attention_kernel != self._attention.name:
+            self.attention_kernel = f"{eager.attention_kernel}, {self._attention.name} in CUDA graphs"
         self._buckets = buckets(max_num_seqs)
         self._max_model_len, self._capture = max_model_len, capture or CudaCapture()
         self._graphs: dict[int, tuple[DecodeBuffers, Callable[[], None], Tensor]] = {}
@@ -133,7 +138,7 @@ class GraphedProgram:
             return self.eager.forward(inputs)
         size = next(size for size in self._buckets if size >= count)
         buffers, replay, result = self._graph(size)
-        buffers.load(inputs)
+        buffers.load(inputs, self.store.staging)
         replay()
         return result[:count]
 
@@ -143,7 +148,10 @@ class GraphedProgram:
     def _graph(self, size: int) -> tuple[DecodeBuffers, Callable[[], None], Tensor]:
         if size not in self._graphs:
             buffers = DecodeBuffers(self.store.layout, size, self._max_model_len, self.store.device)
-            self._graphs[size] = buffers, *self._capture(lambda: self.eager.compute(buffers.inputs, buffers.prepared))
+            self._graphs[size] = (
+                buffers,
+                *self._capture(lambda: self.eager.compute(buffers.inputs, self._attention, buffers.prepared)),
+            )
         return self._graphs[size]
 
     def _is_decode(self, inputs: BatchInputs) -> bool:

@@ -1,12 +1,15 @@
 """A decoder's forward on Triton kernels: sums with norms, rotation with the write into blocks, gates in one pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmq.runtime.attention.triton import StepTiles, TritonAttention
+from llmq.runtime.attention.base import AttentionBackend
+from llmq.runtime.attention.triton import TritonAttention
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.kernels.triton.kv_write import rotate_and_write
 from llmq.runtime.kernels.triton.row_kernels import GATES, MOST_FEATURES, gate, rms_norm
@@ -49,8 +52,9 @@ class ResidualStream:
 class TritonProgram:
     name = "triton"
 
-    def __init__(self, decoder: Decoder, store: KVStore) -> None:
-        self.model, self.store, self.attention = decoder, store, TritonAttention()
+    def __init__(self, decoder: Decoder, store: KVStore, attention: AttentionBackend | None = None) -> None:
+        """attention: of another's making, in place of the kernels of our own."""
+        self.model, self.store, self.attention = decoder, store, attention or TritonAttention()
         self.attention_kernel = self.attention.name
         self._grouped = {
             id(block.part): made
@@ -60,23 +64,24 @@ class TritonProgram:
         }
 
     def forward(self, inputs: BatchInputs) -> Tensor:
-        return self.compute(inputs, [self.attention.prepare(metadata) for metadata in inputs.attention])
+        attention = self.attention
+        return self.compute(inputs, attention, [attention.prepare(metadata) for metadata in inputs.attention])
 
-    def compute(self, inputs: BatchInputs, prepared: Sequence[StepTiles]) -> Tensor:
+    def compute(self, inputs: BatchInputs, attention: AttentionBackend, prepared: Sequence[Any]) -> Tensor:
         """`forward`, with what attention reads of the step, for each group. Waits for nothing on the device."""
-        decoder = self.model
+        decoder, attend = self.model, partial(self._attend, inputs=inputs, attention=attention, prepared=prepared)
         stream = ResidualStream(decoder.enter(inputs).contiguous())
         *blocks, last = decoder.blocks
         for block in blocks:
-            self._run(block, stream, inputs, prepared)
+            self._run(block, stream, attend)
         rows = inputs.output_rows
         if rows is None or isinstance(last.part, SelfAttention):
-            self._run(last, stream, inputs, prepared)
+            self._run(last, stream, attend)
             return stream.normed(decoder.final_norm)
         result = stream.hidden
         if len(rows):
             stream.keep(rows)
-            self._run(last, stream, inputs, prepared)
+            self._run(last, stream, attend)
             result[rows] = stream.normed(decoder.final_norm)
         return result
 
@@ -84,11 +89,11 @@ class TritonProgram:
         return self.model.logits(hidden)
 
     def _run(
-        self, block: ResidualBlock, stream: ResidualStream, inputs: BatchInputs, prepared: Sequence[StepTiles]
+        self, block: ResidualBlock, stream: ResidualStream, attend: Callable[[SelfAttention, Tensor], Tensor]
     ) -> None:
         x = stream.normed(block.before)
         if isinstance(block.part, SelfAttention):
-            y = self._attend(block.part, x, inputs, prepared)
+            y = attend(block.part, x)
         elif isinstance(block.part, Experts):
             y = self._grouped.get(id(block.part), block.part)(x)
         else:
@@ -99,7 +104,14 @@ class TritonProgram:
             y = ResidualStream(y).normed(block.after)
         stream.delta, stream.scale = y, 1.0 if block.scale is None else block.scale
 
-    def _attend(self, part: SelfAttention, x: Tensor, inputs: BatchInputs, prepared: Sequence[StepTiles]) -> Tensor:
+    def _attend(
+        self,
+        part: SelfAttention,
+        x: Tensor,
+        inputs: BatchInputs,
+        attention: AttentionBackend,
+        prepared: Sequence[Any],
+    ) -> Tensor:
         settings, shape = part.settings, part.settings.shape
         q, k, v = part.project(x)
         group = inputs.group_of_layer[settings.layer]
@@ -115,7 +127,7 @@ class TritonProgram:
         )
         for launch in launches:
             launch.run()
-        made = self.attention(rotated, settings.layer, self.store, prepared[group], settings.scale, settings.softcap)
+        made = attention(rotated, settings.layer, self.store, prepared[group], settings.scale, settings.softcap)
         return part.o(made.view(len(x), settings.num_heads * shape.head_dim_v))
 
 

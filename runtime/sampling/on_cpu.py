@@ -7,6 +7,7 @@ import torch
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.kernels import native
+from llmq.runtime.sampling.draws import Drawn
 
 _MASK = (1 << 64) - 1
 
@@ -23,9 +24,7 @@ _DRAW = np.dtype(
 )
 
 
-def draw_on_cpu(
-    logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]
-) -> tuple[list[int], list[float]]:
+def draw_on_cpu(logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]) -> Drawn:
     """A token of each row of float32 logits [num_rows, vocab_size], and its highest logit: what `sampler.draw` draws,
     and the likeliest token where a request's temperature is 0. Nothing is added to `errors`."""
     draws = np.array([_draw(request) for request in requests], dtype=_DRAW)
@@ -34,7 +33,7 @@ def draw_on_cpu(
         logits = logits.contiguous()
     where = (array.ctypes.data for array in (draws, token_ids, highest))
     native.sample(logits.data_ptr(), *logits.shape, logits.stride(0), *where)
-    return token_ids.tolist(), highest.tolist()
+    return Drawn(token_ids.tolist(), highest.tolist())
 
 
 def _draw(request: RunnerRequest) -> tuple[int, int, int, float, float, float]:

@@ -1,12 +1,14 @@
 """Sampler: rows of logits -> one token each."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.faults import isolated
+from llmq.runtime.sampling.draws import Drawn, Draws, HostDraws
 from llmq.runtime.sampling.grammar_mask import GrammarMask
 from llmq.runtime.sampling.logprobs import token_logprobs
 from llmq.runtime.sampling.noise import exponentials
@@ -17,8 +19,8 @@ from llmq.runtime.scheduler_output import RequestResult
 # top_p and min_p look at this many candidates first; a row whose mass lies wider is sorted whole.
 NUM_CANDIDATES = 1024
 
-# (logits, requests, errors by row) -> token ids, highest logits
-Choose = Callable[[torch.Tensor, Sequence[RunnerRequest], dict[int, str]], tuple[list[int], list[float]]]
+# (logits, requests, errors by row) -> token ids and highest logits, on the host or on their way to it
+Choose = Callable[[torch.Tensor, Sequence[RunnerRequest], dict[int, str]], Drawn | Draws]
 
 _NO_TOKEN = "no token is left to choose from: what the request asks for rules out all of them"
 _NOT_FINITE = "the model's logits are not finite: its activations overflowed on this text"
@@ -39,6 +41,10 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[RequestResult]:
         """Choose a token for each row of float32 logits [num_rows, vocab_size]. Rows do not influence each other: what
         fails for one becomes its `error`."""
+        return self.launch(logits, requests).read()
+
+    def launch(self, logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> "LaunchedSample":
+        """The same, without waiting for the device where tokens are drawn there."""
         errors: dict[int, str] = {}
         scored = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         log_probs = {row: torch.log_softmax(logits[row], dim=-1) for row in scored}
@@ -55,33 +61,47 @@ class Sampler:
                     )
                 if row in bound:
                     self._grammar_mask(logits[row], request)
-        token_ids, highest = self._choose(logits, requests, errors)
-        for row, value in enumerate(highest):
-            if not math.isfinite(value):
-                errors[row] = errors.get(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
-        return [
-            self._result(token_ids[row], request, log_probs.get(row), errors.get(row))
-            for row, request in enumerate(requests)
-        ]
+        draws = self._choose(logits, requests, errors)
+        if isinstance(draws, Drawn):
+            draws = HostDraws(draws, logits.device)
+        return LaunchedSample(draws, requests, log_probs, errors)
 
     def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end a request."""
         return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.eos_token_ids
 
-    def _result(
-        self, token_id: int, request: RunnerRequest, log_probs: torch.Tensor | None, error: str | None
-    ) -> RequestResult:
-        if error is not None:
-            return RequestResult(error=error)
-        logprobs = []
-        if log_probs is not None:
-            logprobs = token_logprobs(log_probs[None], [token_id], request.params.logprobs)
-        return RequestResult(token_ids=[token_id], logprobs=logprobs)
+
+@dataclass(frozen=True)
+class LaunchedSample:
+    """Tokens of rows that may still be on their way to the host."""
+
+    draws: Draws
+    requests: Sequence[RunnerRequest]
+    log_probs: Mapping[int, torch.Tensor]  # of the rows that ask for them
+    errors: dict[int, str]  # by row
+
+    def read(self) -> list[RequestResult]:
+        token_ids, highest = self.draws.read()
+        errors = dict(self.errors)
+        for row, value in enumerate(highest):
+            if not math.isfinite(value):
+                errors[row] = errors.get(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
+        return [
+            _result(token_ids[row], request, self.log_probs.get(row), errors.get(row))
+            for row, request in enumerate(self.requests)
+        ]
 
 
-def choose_by_torch(
-    logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]
-) -> tuple[list[int], list[float]]:
+def _result(token_id: int, request: RunnerRequest, log_probs: torch.Tensor | None, error: str | None) -> RequestResult:
+    if error is not None:
+        return RequestResult(error=error)
+    logprobs = []
+    if log_probs is not None:
+        logprobs = token_logprobs(log_probs[None], [token_id], request.params.logprobs)
+    return RequestResult(token_ids=[token_id], logprobs=logprobs)
+
+
+def choose_by_torch(logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]) -> Drawn:
     """A token of each row of processed logits, and its highest logit. A row in `errors`, or that comes to be in it,
     gets any token."""
     highest, likeliest = logits.max(dim=-1)
@@ -96,7 +116,7 @@ def choose_by_torch(
         for index, row in enumerate(random):
             with isolated(errors, row):
                 token_ids[row] = draw(probs[index], requests[row])
-    return token_ids, highest
+    return Drawn(token_ids, highest)
 
 
 def sample(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:

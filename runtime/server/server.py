@@ -190,6 +190,7 @@ def _ready_line(
             f"keeps {engine.slo}: a token alone takes {1000 * info.pace.floor_s:.3g} ms, and "
             f"{format_count(info.pace.most_decodes, 'request')} of {info.pace.context} tokens can decode at once"
         )
+    parts += info.packages
     if info.packed_weights:
         parts.append(f"packed weights {info.packed_weights}")
     if sampling_defaults:

@@ -70,12 +70,12 @@ class DraftPasses:
     def _compute(self, spans: Sequence[Span], features: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ends = list(itertools.accumulate(len(span.token_ids) for span in spans))
         rows = [end - 1 for end, span in zip(ends, spans, strict=True) if span.is_named]
-        named = torch.tensor(rows, dtype=torch.int64, device=self._store.device)
+        named = self._store.staging.send_integers(rows)
         inputs = BatchInputs.of_spans(
             [(span.start, span.token_ids) for span in spans],
             [span.request.block_ids for span in spans],
             self._store.layout,
-            self._store.device,
+            self._store.staging,
         )
         reads_all = features is not None or len(rows) == ends[-1]
         hidden = self._body.forward(replace(inputs, output_rows=None if reads_all else named, features=features))

@@ -61,7 +61,7 @@ def step_of(store: KVStore, context: int) -> BatchInputs:
     for blocks, group in zip(request.block_ids, store.layout.groups, strict=True):
         blocks += range(-(-context // group.block_tokens))
     item = ScheduledRequest(request_id="0", num_computed_tokens=context - 1, num_scheduled_tokens=1, samples=True)
-    return BatchInputs.build([item], [request], store.layout, torch.device("cpu"))
+    return BatchInputs.build([item], [request], store.layout, store.staging)
 
 
 def step_seconds(program: Program, inputs: BatchInputs, clock: Clock) -> float:

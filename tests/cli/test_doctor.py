@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from llmq.cli import doctor
 from llmq.profiles import hub, machine
 from llmq.runtime import kernels
+from llmq.runtime.kernels import optional
 
 GiB = 2**30
 
@@ -122,3 +123,16 @@ def test_a_version_that_llmq_does_not_ask_for_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "_version", versions.get)
     finding = report(exit_code=1)["extra: quantize"]
     assert "transformers 4.30.0 is not" in finding["lack"]
+
+
+def test_others_kernels_are_named_where_there_is_a_gpu(monkeypatch):
+    assert "FlashInfer" not in report()
+    monkeypatch.setattr(machine, "gpus", lambda: [machine.GPU("NVIDIA H200", 140 * GiB, 139 * GiB)])
+    monkeypatch.setattr(doctor, "_torch", lambda: doctor.Finding("torch", "ok", "that sees it"))
+    absent = report()["FlashInfer"]
+    assert (absent["state"], absent["found"]) == ("absent", "flashinfer-python is not installed")
+    assert "pip install 'flashinfer-python>=0.3,<0.8'" in absent["lack"]
+    monkeypatch.setattr(optional.KernelPackage, "version", lambda package: "0.6.3")
+    assert report()["FlashInfer"]["found"].startswith("0.6.3, for attention of prompts")
+    monkeypatch.setattr(optional.KernelPackage, "version", lambda package: "0.2.0")
+    assert report()["FlashInfer"]["found"] == "flashinfer-python 0.2.0 is installed, and llmq calls >=0.3,<0.8"

@@ -34,9 +34,9 @@ MAX_MODEL_LEN, ARRIVALS = 40, 120  # tokens, steps
 class World:
     """Callers, and a runner that makes its results up."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, unseen: bool) -> None:
         self.rng = rng = random.Random(seed)
-        self.depth = depth
+        self.depth, self.unseen = depth, unseen
         self.layout, self.budget = rng.choice(LAYOUTS), rng.choice([4, 8, 32])
         self.num_blocks = self.layout.blocks_for(MAX_MODEL_LEN, self.budget) + rng.choice([0, 1, 5, 20])
         policy = StepPolicy(
@@ -46,12 +46,12 @@ class World:
             num_lookahead_tokens=rng.choice([0, 5]),
         )
         kv = KVCacheManager(self.layout, self.num_blocks, enable_prefix_caching=rng.random() < 0.8)
-        self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN, depth)
+        self.scheduler = Scheduler(kv, policy, [2], MAX_MODEL_LEN, depth, unseen=unseen)
         self.in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self.planned: dict[str, tuple[int, bool]] = {}  # up to where, and whether the next token is being computed
         self.owed: dict[str, EngineRequest] = {}  # names whose end is still to come
         self.tables: dict[str, tuple[NewRequest, list[list[int]]]] = {}
-        self.num_added = 0
+        self.num_added = self.num_unseen = 0
 
     def add(self, arrival: int) -> None:
         rng, name = self.rng, f"r{self.num_added}"
@@ -105,19 +105,25 @@ class World:
             if output.finish_reason is not None:
                 del self.owed[output.request_id]
         for item in plan.scheduled:
-            if item.samples:
-                self.planned.pop(item.request_id, None)
+            end = item.num_computed_tokens + item.num_scheduled_tokens
+            if item.samples and self.planned.get(item.request_id) == (end, True):
+                del self.planned[item.request_id]
         self.scheduler.kv.check_integrity()
         return bool(plan.scheduled)
 
     def _check_order(self, plan: SchedulerOutput) -> None:
-        """Chunks follow each other, and nobody goes on before its next token is known."""
+        """Chunks follow each other, and nobody goes on before its next token is known, or known to the runner alone."""
         for new in plan.new_requests:
             self.planned.pop(new.request_id, None)
         assert len(self.scheduler.running) <= self.scheduler.policy.max_num_seqs or self.scheduler._searches
         for item in plan.scheduled:
             start, samples = self.planned.get(item.request_id, (item.num_computed_tokens, False))
-            assert (start, samples) == (item.num_computed_tokens, False)
+            assert start == item.num_computed_tokens
+            if samples:
+                assert self.unseen
+                assert self.scheduler._requests[item.request_id].search is None
+                assert not item.draft_token_ids
+                self.num_unseen += 1
             self.planned[item.request_id] = (start + item.num_scheduled_tokens, item.samples)
 
     def _check_blocks(self, plan: SchedulerOutput) -> None:
@@ -156,10 +162,10 @@ class World:
         return RequestResult(token_ids=[*accepted, rng.randrange(2, 9)], forks=forks, draft_token_ids=drafts)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "unseen"), [(1, False), (2, False), (3, False), (2, True)])
 @pytest.mark.parametrize("seed", range(30))
-def test_nothing_is_lost_and_nobody_is_forgotten(seed, depth):
-    world = World(seed, depth)
+def test_nothing_is_lost_and_nobody_is_forgotten(seed, depth, unseen):
+    world = World(seed, depth, unseen)
     num_idle = 0
     for tick in range(5000):
         if tick < ARRIVALS and world.rng.random() < 0.3:
@@ -173,6 +179,7 @@ def test_nothing_is_lost_and_nobody_is_forgotten(seed, depth):
             break
     scheduler, kv = world.scheduler, world.scheduler.kv
     assert not world.owed
+    assert (world.num_unseen > 20) == (unseen and scheduler.policy.drafts.num_tokens == 0)
     assert kv.pool.num_free_blocks == world.num_blocks
     left = (scheduler._requests, scheduler._parents, scheduler._searches, scheduler._known_to_runner, scheduler.running)
     assert not any((*left, len(scheduler.waiting), kv._blocks, kv._announced, kv._being_computed, kv._num_registered))

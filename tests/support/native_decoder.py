@@ -58,4 +58,4 @@ def make_step(store: KVStore, prompts: Sequence[Sequence[int]], spans: Sequence[
                 request_id=str(index), num_computed_tokens=start, num_scheduled_tokens=end - start, samples=False
             )
         )
-    return BatchInputs.build(items, requests, store.layout, torch.device("cpu"))
+    return BatchInputs.build(items, requests, store.layout, store.staging)

@@ -1,9 +1,11 @@
 """Decoding in graphs, with a capture that only pretends, and refuses what no graph could replay."""
 
 import itertools
+from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import fake_flashinfer
 import pytest
 import torch
 from engine_driver import greedy, run_all
@@ -13,6 +15,7 @@ from tiny_model import save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmq.profiles.errors import InputError
+from llmq.runtime.attention.flashinfer import FlashInferAttention
 from llmq.runtime.kernels.triton.launch import Launch
 from llmq.runtime.programs.graphs import GraphedProgram, buckets
 from llmq.runtime.programs.triton import TritonProgram
@@ -108,6 +111,26 @@ def test_tokens_equal_torchs(tmp_path, make_engine, model_type, changes, bits):
     assert [one.token_ids for one in made] == [one.token_ids for one in expected]
     assert capture.num_captured == 3  # of 3, 2 and 1 sequences
     assert capture.num_replayed == 7
+
+
+def test_anothers_attention_outside_of_graphs(tmp_path, make_engine):
+    """Prompts by FlashInfer (a stand-in that computes), decoding by the kernels of our own in graphs."""
+    folder, plans = save_tiny_model(tmp_path, "llama"), Counter()
+    engines = [make_engine(folder, kernels=kernels) for kernels in ("torch", "triton")]
+    runner = engines[1].executor.runner
+    attention = FlashInferAttention(fake_flashinfer, torch.device("cpu"))
+    plan = attention._plan
+    attention._plan = lambda shape, step: plans.update(["decode" if shape.is_decode else "prompt"]) or plan(shape, step)
+    runner.program = TritonProgram(runner.program.model, runner.store, attention)
+    capture = graphed(engines[1], 3)
+    assert runner.program.attention_kernel == "flashinfer, triton in CUDA graphs"
+    expected, made = (run_all(engine, PROMPTS, greedy(3)) for engine in engines)
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+    assert plans == {"prompt": 1}  # of two layers
+    assert capture.num_replayed == 2
+    runner.program = runner.program.eager  # as with --enforce-eager
+    assert [one.token_ids for one in run_all(engines[1], PROMPTS[:1], greedy(3))] == [expected[0].token_ids]
+    assert plans["decode"] == 2
 
 
 def test_a_bucket_that_is_not_full_writes_nothing_more(tmp_path, make_engine):
