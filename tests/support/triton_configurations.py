@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,25 +48,42 @@ def representative(target: Target) -> Iterator[Configuration]:
     yield from _kv_write("int8", BF16, 128)
     yield from _products(target, INT4, BF16, 1, True)
     yield from _products(target, INT4, BF16, 512, True)
+    yield from _products(target, INT8, BF16, 64, False)
     yield from _products(target, FP8, BF16, 512, False)
+    yield _experts(target, BF16, 64)
     yield from _rows(BF16)
     yield _sampling()
 
 
-def every(target: Target) -> Iterator[Configuration]:
-    for dtype, own, dim in itertools.product((BF16, FP16), ("own", "int8", "fp8"), (64, 128, 256)):
-        name = own if own != "own" else {BF16: "bf16", FP16: "fp16"}[dtype]
+def _every_attention(target: Target, kind: str) -> Iterator[Configuration]:
+    for dtype, dim in itertools.product((BF16, FP16), (64, 128, 256)):
+        name = kind if kind != "own" else {BF16: "bf16", FP16: "fp16"}[dtype]
         yield from _kv_write(name, dtype, dim)
         for queries, bounds in itertools.product((1, 512), ((None, None), (4096, 30.0))):
             yield from _attention(target, name, dtype, dim, queries, *bounds)
-    for dtype, form, rows in itertools.product((BF16, FP16), (INT4, INT8, FP8), (1, 64, 512)):
-        for has_zeros in (False, True):
-            yield from _products(target, form, dtype, rows, has_zeros)
+
+
+def _every_product(target: Target, form: int) -> Iterator[Configuration]:
+    for dtype, rows, has_zeros in itertools.product((BF16, FP16), (1, 64, 512), (False, True)):
+        yield from _products(target, form, dtype, rows, has_zeros)
+
+
+def _every_other(target: Target) -> Iterator[Configuration]:
     for dtype, rows in itertools.product((BF16, FP16), (16, 64, 128)):
         yield _experts(target, dtype, rows)
     yield from _rows(BF16)
     yield from _rows(FP16)
     yield _sampling()
+
+
+# All that the runtime plans, in parts of some minutes each.
+EVERY = {
+    **{f"attention over {kind} blocks": partial(_every_attention, kind=kind) for kind in ("own", "int8", "fp8")},
+    "int4 weights": partial(_every_product, form=INT4),
+    "int8 weights": partial(_every_product, form=INT8),
+    "fp8 weights": partial(_every_product, form=FP8),
+    "experts, rows, sampling": _every_other,
+}
 
 
 def _meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

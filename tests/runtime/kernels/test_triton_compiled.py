@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton", reason="no triton here: pip install -e '.[triton]'")
 
 from cross_compile import SHARED_BYTES, TARGETS, compile_for
-from triton_configurations import every, representative
+from triton_configurations import EVERY, representative
 
 from llmq.runtime.kernels import interpreted
 
@@ -37,11 +37,21 @@ def test_what_runs_most_compiles(name):
         _check(configuration, name)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_configuration_compiles(name):
+def test_what_runs_most_is_of_every_kernel(name):
+    def kernels(configurations):
+        return {configuration.launch.kernel.__name__ for configuration in configurations}
+
+    target = TARGETS[name]
+    assert kernels(representative(target)) == kernels(one for part in EVERY.values() for one in part(target))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", EVERY)
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_configuration_compiles(name, part):
     failed = []
-    for configuration in every(TARGETS[name]):
+    for configuration in EVERY[part](TARGETS[name]):
         try:
             _check(configuration, name)
         except AssertionError as error:
