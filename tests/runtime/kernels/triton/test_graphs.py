@@ -19,6 +19,7 @@ from llmq.runtime.attention.flashinfer import FlashInferAttention
 from llmq.runtime.kernels.triton.launch import Launch
 from llmq.runtime.programs.graphs import GraphedProgram, buckets
 from llmq.runtime.programs.triton import TritonProgram
+from llmq.runtime.sampling_params import SamplingParams
 
 PROMPTS = [[(7 * position + 31 * row) % 500 + 3 for position in range(3 + 2 * row)] for row in range(3)]
 # What waits for the device, depends on its numbers, or brings numbers of the host into a graph, where they stay.
@@ -131,6 +132,59 @@ def test_anothers_attention_outside_of_graphs(tmp_path, make_engine):
     runner.program = runner.program.eager  # as with --enforce-eager
     assert [one.token_ids for one in run_all(engines[1], PROMPTS[:1], greedy(3))] == [expected[0].token_ids]
     assert plans["decode"] == 2
+
+
+class NoWaiting:
+    """Within, whatever brings a tensor's numbers to Python fails, for on a GPU it waits; kernels, which are interpreted
+    here, aside."""
+
+    WAYS = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self, monkeypatch):
+        self.is_on, self.num_steps, run = False, 0, Launch.run
+        for way in self.WAYS:
+            monkeypatch.setattr(torch.Tensor, way, self._guarded(way, getattr(torch.Tensor, way)))
+
+        def unguarded(launch):
+            was, self.is_on = self.is_on, False
+            run(launch)
+            self.is_on = was
+
+        monkeypatch.setattr(Launch, "run", unguarded)
+
+    def _guarded(self, way, function):
+        def call(tensor, *arguments, **keywords):
+            assert not self.is_on, f"a step is launched, and {way}() waits for the device"
+            return function(tensor, *arguments, **keywords)
+
+        return call
+
+    def __enter__(self):
+        self.is_on, self.num_steps = True, self.num_steps + 1
+
+    def __exit__(self, *_):
+        self.is_on = False
+
+
+def test_a_decode_step_is_launched_without_waiting_for_the_one_before(tmp_path, make_engine, monkeypatch):
+    folder = save_tiny_model(tmp_path, "llama")
+    params = [greedy(4), SamplingParams(seed=3, top_p=0.9, max_tokens=6, ignore_eos=True), greedy(5)]
+    expected = run_all(make_engine(folder, kernels="torch"), PROMPTS, params)
+    engine = make_engine(folder, kernels="triton", overlap_steps=True)
+    graphed(engine, 3)
+    guard, launch = NoWaiting(monkeypatch), engine.executor.runner.launch
+
+    def guarded(plan):
+        if plan.new_requests or not plan.scheduled:
+            return launch(plan)
+        with guard:
+            return launch(plan)
+
+    engine.executor.runner.launch = guarded
+    assert [one.token_ids for one in run_all(engine, PROMPTS, params)] == [one.token_ids for one in expected]
+    assert guard.num_steps == 5
+    with guard, pytest.raises(AssertionError, match="waits for the device"):
+        torch.ones(1).item()
 
 
 def test_a_bucket_that_is_not_full_writes_nothing_more(tmp_path, make_engine):
