@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from llmq.quantize.calibration import CalibrationSet
+from llmq.quantize.layer_stream import served_dtype
 from llmq.quantize.preflight import Plan
 
 Fingerprint = dict[str, dict[str, str]]  # section -> what -> value
@@ -29,7 +30,7 @@ def fingerprint(plan: Plan, calibration: CalibrationSet | None, device: torch.de
         },
         "calibration": {} if calibration is None else _calibration(calibration),
         "code": {**versions(), "sources": _sources()},
-        "machine": _machine(device),
+        "machine": {**_machine(device), "products": str(served_dtype(plan.source, device))},
     }
 
 

@@ -105,6 +105,7 @@ class _CalibratedLoop:
                 mappings=mappings_of(source, index),
                 samples=store,
                 run=partial(self.stream.run, index, layer),
+                run_as_served=partial(self.stream.run_as_served, index, layer),
                 dtype=getattr(torch, self.plan.dtype),
                 head_dim=source.architecture.head_dim,
             )
@@ -126,7 +127,7 @@ class _CalibratedLoop:
             return []
         experts.is_counting = True
         for sample in store:
-            self.stream.run(index, layer, sample)
+            self.stream.run_as_served(index, layer, sample)
         experts.is_counting = False
         routed = experts.routed_tokens.tolist()
         experts.forced = frozenset(expert for expert, count in enumerate(routed) if count < MIN_ROUTED_TOKENS)
@@ -143,7 +144,7 @@ class _CalibratedLoop:
         """Replace the layer's inputs by its outputs."""
         changed = {} if kv_range is None else {"past_key_values": kv_range}
         for number in range(len(store)):
-            store[number] = self.stream.run(index, layer, store[number], **changed).to("cpu")
+            store[number] = self.stream.run_as_served(index, layer, store[number], **changed).to("cpu")
 
 
 def _apply(layer: nn.Module, prefix: str, result: LayerResult) -> None:
@@ -174,6 +175,7 @@ def _without_samples(plan: Plan, device: torch.device, work: WorkFolder, progres
                 mappings=(),
                 samples=(),
                 run=_no_forward,
+                run_as_served=_no_forward,
                 dtype=getattr(torch, plan.dtype),
                 head_dim=plan.source.architecture.head_dim,
             )

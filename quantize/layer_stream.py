@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from llmq.profiles.checkpoint import Checkpoint
 from llmq.profiles.errors import FailedError
+from llmq.profiles.machine import cpu_flags
 from llmq.profiles.safetensors_file import TensorInfo, read_places
 from llmq.quantize.experts import UnfusedExperts, unfuse
 
@@ -78,6 +79,7 @@ class LayerStream:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.checkpoint, self.read, self.device = checkpoint, TensorReader(checkpoint), device
+        self.served_dtype = served_dtype(checkpoint, device)
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         config.use_cache = False
         with torch.device("meta"):
@@ -158,6 +160,15 @@ class LayerStream:
         output = layer(hidden.to(self.device), **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
+    def run_as_served(self, index: int, layer: nn.Module, hidden: Tensor, **changed: Any) -> Tensor:
+        """`run` with its products in `served_dtype`, as whoever serves the model computes them: linears and attention.
+        The residual stream and the norms stay in float32, and so does what is returned.
+        """
+        is_reduced = self.served_dtype != torch.float32
+        # Without the cache of weights that were cast: it would hold a second copy of the layer.
+        with torch.autocast(self.device.type, self.served_dtype, enabled=is_reduced, cache_enabled=False):
+            return self.run(index, layer, hidden, **changed).to(torch.float32)
+
     def _kwargs(self, length: int) -> list[dict[str, Any]]:
         if length not in self._kwargs_by_length:
             if len(self._kwargs_by_length) == _KEPT_LENGTHS:
@@ -166,6 +177,19 @@ class LayerStream:
             self._model(inputs_embeds=embeds, use_cache=False)
             self._kwargs_by_length[length] = [probe.kwargs for probe in self._model.layers]
         return self._kwargs_by_length[length]
+
+
+def served_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """What a layer multiplies in for calibration: bfloat16 where the checkpoint is in it and the device has such
+    products, which take less than half the time of float32's; else float32.
+    """
+    if checkpoint.architecture.dtype.removeprefix("torch.") != "bfloat16":
+        return torch.float32
+    if device.type == "cuda":
+        has_products = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_products = not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+    return torch.bfloat16 if has_products else torch.float32
 
 
 def experts_of(layer: nn.Module) -> UnfusedExperts | None:

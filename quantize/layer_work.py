@@ -20,7 +20,7 @@ from llmq.quantize.mappings import ScaleMapping
 
 # Channels that a product of x^T x takes at once. What is below the tiles on the diagonal is the mirror image of what is
 # above them, and not computed: nearly half of the work for a wide linear.
-_TILE = 512
+_TILE = 256
 
 
 class InputStatistics:
@@ -131,7 +131,8 @@ class LayerWork:
     schemes: what each linear that is quantized becomes. Every name is an nn.Linear of `layer`; the rest stays.
     samples: the layer's inputs, float32 [1, length, hidden] each, on any device: what the layers before it, already
         quantized, put out.
-    run: the layer's output for one sample, of the same shape.
+    run: the layer's output for one sample, of the same shape, in float32: what candidates are compared by.
+    run_as_served: the same with products in the 16 bit of the model where the device has them: what is measured.
     dtype: of scales, norms and biases as stored.
     """
 
@@ -140,6 +141,7 @@ class LayerWork:
     mappings: tuple[ScaleMapping, ...]
     samples: Sequence[Tensor]
     run: Callable[[Tensor], Tensor]
+    run_as_served: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     head_dim: int
 
@@ -170,7 +172,7 @@ class LayerWork:
             for sample in self.samples:
                 recorder.begin()
                 with suppress(_AllSeen):
-                    self.run(sample)
+                    self.run_as_served(sample)
         return recorder.seen
 
 

@@ -63,9 +63,16 @@ def measure_sensitivity(
     try:
         for index in range(max(by_layer) + 1):
             with stream.layer(index) as layer:
-                run = partial(stream.run, index, layer)
+                run = partial(stream.run_as_served, index, layer)
                 work = LayerWork(
-                    layer, {}, (), store, run, getattr(torch, plan.dtype), plan.source.architecture.head_dim
+                    layer=layer,
+                    schemes={},
+                    mappings=(),
+                    samples=store,
+                    run=partial(stream.run, index, layer),
+                    run_as_served=run,
+                    dtype=getattr(torch, plan.dtype),
+                    head_dim=plan.source.architecture.head_dim,
                 )
                 of_layer = by_layer.get(index, [])
                 prefix = f"{DECODER_PREFIX}{index}."

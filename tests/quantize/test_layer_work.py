@@ -30,7 +30,7 @@ def work():
     torch.manual_seed(0)
     block, samples = Block(), [torch.randn(1, length, 6) for length in (3, 5, 2)]
     schemes = {name: WeightScheme("int", 4, "channel") for name in ("a", "b", "c", "rare", "never")}
-    return LayerWork(block, schemes, (), samples, block, torch.bfloat16, 1)
+    return LayerWork(block, schemes, (), samples, block, block, torch.bfloat16, 1)
 
 
 @torch.no_grad()

@@ -42,7 +42,8 @@ class LayerBench:
     ) -> LayerWork:
         schemes = dict.fromkeys(sorted(quantized), scheme)
         run = partial(self.stream.run, self.index, layer)
-        return LayerWork(layer, schemes, self.mappings, self.samples, run, dtype, self.head_dim)
+        served = partial(self.stream.run_as_served, self.index, layer)
+        return LayerWork(layer, schemes, self.mappings, self.samples, run, served, dtype, self.head_dim)
 
     def addition(self, layer: nn.Module, sample: Tensor) -> Tensor:
         """What the layer adds to its input."""
