@@ -20,7 +20,7 @@ STEPS_OF_OCTAVE = 8
 # A float32 with the four significant bits of e4m3: half of the last one, and the bits behind it.
 _HALF_ULP, _KEPT_BITS = 1 << 19, -1 << 20
 # Numbers of a weight that are searched at once: the copies of them fit a core's cache.
-_MAX_NUMBERS = 2**16
+_MAX_NUMBERS = 2**17
 
 SETTINGS = {"scales": f"searched, {STEPS_OF_OCTAVE} an octave"}
 
@@ -29,25 +29,29 @@ def search_scale(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype)
     """The scales of least squared error of a [out, in] weight, float32 of `scheme.scale_shape`, as `scale_dtype` holds
     them. What has only zeros gets 1.
     """
-    num_rows, _ = _cell_shape(scheme, weight.shape)
-    num_rows *= max(1, _MAX_NUMBERS // (num_rows * weight.shape[1]))
-    return torch.cat([_search_rows(rows.to(torch.float32), scheme, scale_dtype) for rows in weight.split(num_rows)])
+    cells = _cells(weight, scheme)
+    largest = torch.cat([part.abs().amax(1) for part in _parts(cells)]).to(torch.float32)
+    steps = 2 ** (torch.arange(STEPS_OF_OCTAVE, device=weight.device) / STEPS_OF_OCTAVE)
+    scales = steps[:, None] * (largest / E4M3_MAX)
+    scales = scales.clamp_(min=torch.finfo(scale_dtype).tiny).to(scale_dtype).to(torch.float32)
+    scales = torch.where(largest == 0, 1.0, scales)
+    inverse = scales.reciprocal().unsqueeze(-1)
+    errors, first = torch.empty_like(scales), 0
+    for part in _parts(cells):
+        rows = slice(first, first := first + len(part))
+        numbers = part.to(torch.float32)
+        divided, rounded = torch.empty_like(numbers), torch.empty_like(numbers)
+        for step in range(STEPS_OF_OCTAVE):
+            torch.mul(numbers, inverse[step, rows], out=divided)
+            torch.sum(_rounding_error(divided, rounded).square_(), 1, out=errors[step, rows])
+    # Scales beyond the dtype's range are infinite, and 0 · ∞ would be taken for the least.
+    best = (errors * scales.square()).nan_to_num_(nan=float("inf")).argmin(0, keepdim=True)
+    return scales.gather(0, best).view(scheme.scale_shape(tuple(weight.shape)))
 
 
-def _search_rows(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Tensor:
-    largest = _cells(weight.abs(), scheme).amax((1, 3))
-    divided, rounded = torch.empty_like(weight), torch.empty_like(weight)
-    best = best_error = None
-    for step in range(STEPS_OF_OCTAVE):
-        scale = largest / E4M3_MAX * 2 ** (step / STEPS_OF_OCTAVE)
-        scale = scale.clamp(min=torch.finfo(scale_dtype).tiny).to(scale_dtype).to(torch.float32)
-        scale = torch.where(largest == 0, 1.0, scale)
-        torch.div(weight, _spread(scale, scheme, weight.shape), out=divided)
-        error = _cells(_rounding_error(divided, rounded).square_(), scheme).sum((1, 3)) * scale.square()
-        better = torch.ones_like(error, dtype=torch.bool) if best is None else error < best_error
-        best = scale if best is None else torch.where(better, scale, best)
-        best_error = error if best_error is None else torch.where(better, error, best_error)
-    return best
+def _parts(cells: Tensor) -> tuple[Tensor, ...]:
+    """Cells whose copies fit a core's cache together, in order."""
+    return cells.split(max(1, _MAX_NUMBERS // cells.shape[1]))
 
 
 def _rounding_error(x: Tensor, out: Tensor) -> Tensor:
@@ -95,11 +99,11 @@ def _cell_shape(scheme: WeightScheme, shape: torch.Size) -> tuple[int, int]:
 
 
 def _cells(matrix: Tensor, scheme: WeightScheme) -> Tensor:
-    """[rows of scales, rows of a cell, columns of scales, columns of a cell]; what a cell lacks at an edge is zero."""
+    """[scales, numbers that share one], scales row by row; what a cell lacks at an edge is zero."""
     rows, columns = _cell_shape(scheme, matrix.shape)
     missing = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     matrix = pad(matrix, (0, missing[1], 0, missing[0])) if any(missing) else matrix
-    return matrix.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    return matrix.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2).reshape(-1, rows * columns)
 
 
 def _spread(scale: Tensor, scheme: WeightScheme, shape: torch.Size) -> Tensor:

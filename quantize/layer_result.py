@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def save_result(result: LayerResult, path: Path) -> None:
         "linears": list(result.linears),
         "changed": list(result.changed),
         "kv_scales": list(result.kv_scales),
-        "reports": [asdict(report) for report in result.reports],
-        "scalings": [asdict(scaling) for scaling in result.scalings],
+        "reports": [vars(report) for report in result.reports],
+        "scalings": [vars(scaling) for scaling in result.scalings],
         "warnings": result.warnings,
     }
     partial = path.with_suffix(".partial")

@@ -1,11 +1,11 @@
 """A decoder's layers one at a time, through transformers' own modules: one layer's weights in memory."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -55,8 +55,11 @@ class TensorReader:
         if not info.num_bytes or info.dtype not in _DTYPES:
             with safe_open(path, "pt") as opened:
                 return opened.get_tensor(name)
-        raw = np.memmap(path, np.uint8, "c", offset=begin, shape=info.num_bytes)
-        return torch.from_numpy(raw).view(_DTYPES[info.dtype]).view(info.shape)
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), before + info.num_bytes, access=mmap.ACCESS_COPY, offset=begin - before)
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=before)
+        return raw.view(_DTYPES[info.dtype]).view(info.shape)
 
 
 class _Probe(nn.Module):

@@ -1,6 +1,6 @@
 """What was done to each layer and what it cost: quantization_report.json, and the numbers the command prints."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +74,8 @@ class QuantizationReport:
     search: dict[str, Any] | None = None  # of --target or --max-kl: the goal, and what was chosen
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        own = {"linears": [vars(one) for one in self.linears], "scalings": [vars(one) for one in self.scalings]}
+        return {**vars(self), **own}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "QuantizationReport":

@@ -19,8 +19,8 @@ _SMALLEST_SCALE = {torch.float16: 2.0**-24}
 CLIPS = tuple(1 - i / 20 for i in range(9))  # 1 .. 0.6
 FINE_CLIPS = tuple(1 - i / 80 for i in range(9))  # 1 .. 0.9
 _FINE_BITS = 6
-# Numbers of a weight that are looked at together.
-_MAX_NUMBERS = 2**20
+# Numbers of a weight that are looked at together: the copies of them fit a core's cache.
+_MAX_NUMBERS = 2**17
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,18 @@ class Grid:
             q += self.zero.unsqueeze(-1)
         return q.round_().clamp_(*self.bounds).view(weight.shape)
 
+    def round_trip_(self, weight: Tensor) -> Tensor:
+        """`values` of `nearest`, in place of the [out, in] weight."""
+        groups, scale = self.grouped(weight), self.scale.unsqueeze(-1)
+        groups /= scale
+        if self.zero is not None:
+            groups += self.zero.unsqueeze(-1)
+        groups.round_().clamp_(*self.bounds)
+        if self.zero is not None:
+            groups -= self.zero.unsqueeze(-1)
+        groups *= scale
+        return weight
+
     def values(self, q: Tensor) -> Tensor:
         """The weight that q stands for, float32 [out, in]."""
         return (self.centred(q) * self.scale.unsqueeze(-1)).view(q.shape)
@@ -90,8 +102,16 @@ def range_grid(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, c
     clip: the share of that range that is kept, a number or [out, num_groups]. A group of zeros gets scale 1 and stays
     exactly zero.
     """
-    low, high = torch.aminmax(_grouped(weight.to(torch.float32), scheme), dim=-1)
-    low, high = low.clamp(max=0) * clip, high.clamp(min=0) * clip
+    return _grid_over(*_range(_grouped(weight.to(torch.float32), scheme)), scheme, scale_dtype, clip)
+
+
+def _range(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest of each group, zero among them. Not by `aminmax`, which takes ten times as long."""
+    return groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+
+
+def _grid_over(low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float) -> Grid:
+    low, high = low * clip, high * clip
     q_min, q_max = _bounds(scheme)
     if scheme.symmetric:
         # The wider side of the integers (-8) takes the wider side of the weights only if that is the negative one.
@@ -113,14 +133,20 @@ def searched_grid(
 
     importance: of each input column, [in], such as the Hessian's diagonal E[x^2]; None: all alike (mean squared error).
     """
+    num_rows = max(1, _MAX_NUMBERS // weight.shape[1])
+    return Grid.cat([_searched_rows(rows, scheme, scale_dtype, importance) for rows in weight.split(num_rows)])
+
+
+def _searched_rows(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, importance: Tensor | None) -> Grid:
     groups = _grouped(weight, scheme)
-    weights_of_error = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance
-    weights_of_error = weights_of_error.view(groups.shape[1], -1)
+    low, high = _range(groups)
     best, best_error = None, None
     for clip in CLIPS if scheme.bits < _FINE_BITS else FINE_CLIPS:
-        grid = range_grid(weight, scheme, scale_dtype, clip)
-        delta = grid.grouped(grid.values(grid.nearest(weight))) - groups
-        error = (delta.square_() * weights_of_error).sum(-1)
+        grid = _grid_over(low, high, scheme, scale_dtype, clip)
+        error = grid.round_trip_(weight.clone()).sub_(weight).square_()
+        if importance is not None:
+            error *= importance
+        error = error.view(groups.shape).sum(-1)
         if best is None:
             best, best_error = grid, error
             continue
@@ -134,7 +160,7 @@ def searched_grid(
 def round_trip(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, clip: Tensor | float = 1.0) -> Tensor:
     """A [out, in] weight rounded to nearest and dequantized, float32: what the searches compare with the original."""
     grid = range_grid(weight, scheme, scale_dtype, clip)
-    return grid.values(grid.nearest(weight.to(torch.float32)))
+    return grid.round_trip_(weight.to(torch.float32, copy=True))
 
 
 def quantize_weight(

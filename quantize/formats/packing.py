@@ -73,15 +73,14 @@ def e4m3_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if values.device.type != "cpu":
         return values.to(dtype)
-    bits = values.view(torch.uint8).to(torch.int16)
-    moved = bits & 0x7F
-    # e4m3fn has one NaN a sign, all exponent and mantissa bits set, which would come out as 480.
-    is_nan = moved == 0x7F
-    moved <<= 4
-    bits &= 0x80
-    bits <<= 8
-    moved |= bits
-    return moved.view(torch.bfloat16).mul_(2.0**120).masked_fill_(is_nan, float("nan")).to(dtype)
+    codes = values.view(torch.int8)
+    # The sign, extended, is in all bits above; the mask leaves the highest one.
+    moved = codes.to(torch.int16).bitwise_left_shift_(4).bitwise_and_(0x7F0 - 0x8000)
+    numbers = moved.view(torch.bfloat16).mul_(2.0**120)
+    # e4m3fn has one NaN a sign, all exponent and mantissa bits set, which came out as 480.
+    if codes.numel() and (int(codes.amax()) == 0x7F or int(values.view(torch.uint8).amax()) == 0xFF):
+        numbers.masked_fill_(numbers.abs() == 480, float("nan"))
+    return numbers.to(dtype)
 
 
 def e2m1_to(codes: Tensor, dtype: torch.dtype) -> Tensor:
