@@ -22,7 +22,7 @@ class PreparedPlan:
 
 
 class NativeAttention:
-    """Softmax over key tiles with a running maximum, keys counted from the start of a sequence: what a query gets does
+    """Softmax over spans of keys, merged in order, counted from the start of a sequence: what a query gets does
     not depend, in any bit, on what else a step computes."""
 
     def __init__(self) -> None:

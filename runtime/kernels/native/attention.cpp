@@ -13,13 +13,14 @@ constexpr int kTasksPerThread = 4;
 
 int64_t work_of(const AttentionJob& job) { return int64_t{job.end_span - job.first_span} * job.num_rows; }
 
-int64_t padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+// As attention_kernel.cpp pads it at most.
+int64_t padded_head_dim(int head_dim) { return (head_dim + 63) / 64 * 64; }
 
 // What a task holds: see attention_kernel.cpp.
 int64_t scratch_floats(const AttentionCall& call) {
   const int64_t dim_k = padded_head_dim(call.keys.head_dim), dim_v = padded_head_dim(call.values.head_dim);
   const int64_t rows = std::max(kMostRows, call.num_heads);
-  return kKeyTile * (dim_k + dim_v + 2) + rows * (dim_k + 2 * dim_v + 4) + 16 * 16;
+  return kKeySpan * (dim_k + dim_v + 2) + rows * (dim_k + 2 * dim_v + 8) + 16 * 16;
 }
 
 float* aligned(std::vector<float>& memory, int64_t floats) {

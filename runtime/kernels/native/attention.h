@@ -1,8 +1,9 @@
 // Causal attention over K and V in blocks: what is computed, and how a step of it is cut into work for threads.
 //
-// Keys are summed in tiles of kKeyTile and partial results of kKeySpan keys are merged in order, both counted from the
-// start of the sequence, whoever asks: what a query gets does not depend, in any bit, on the batch, the chunk, the
-// number of threads, or where a long sequence was split among them.
+// Softmax and the sum of V are computed for spans of kKeySpan keys, counted from the start of the sequence, whoever asks,
+// and merged in order: what a query gets does not depend, in any bit, on the batch, the chunk, the number of threads, or
+// where a long sequence was split among them. Of a span, tiles of kKeyTile keys that nobody sees are left out, which
+// changes no sum.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@ namespace llmq {
 
 constexpr int kKeyTile = 64;
 constexpr int kKeySpan = 256;
-constexpr int kMostRows = 96;  // of a job, unless a single query has more heads
+constexpr int kMostRows = 192;  // of a job, unless a single query has more heads
 
 // One KV-cache group of a step, as runtime/attention/base.py's AttentionMetadata has it.
 struct AttentionBatch {

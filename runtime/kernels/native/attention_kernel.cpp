@@ -1,6 +1,7 @@
 // One task of paged attention; compiled once for each instruction set.
 
 #include "attention.h"
+#include "inline.h"
 #include "kernels.h"
 #include "kv_units.h"
 
@@ -18,15 +19,26 @@ constexpr float kMasked = -2e30f;
 // In place of a head that is not to be read.
 alignas(64) constexpr uint8_t kNothing[4 * kMostHeadDim] = {};
 
-// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units.
-template <class Units, int R, int C>
-inline void add_products(const typename Units::Unit* const* a, const typename Units::Unit* b, int64_t stride, int units,
-                         F32 (&sums)[R][C]) {
-  for (int u = 0; u < units; u++) {
-    F32 row[C];
-    for (int c = 0; c < C; c++) row[c] = Units::load_products(b + u * stride + c * W);
-    for (int r = 0; r < R; r++) {
-      for (int c = 0; c < C; c++) sums[r][c] = Units::add_product(sums[r][c], a[r][u], row[c]);
+// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units, for each term of a, `terms` units apart. Now and
+// then does something else.
+template <class Units, class Product, int R, int C, class Else>
+LLMQ_INLINE void add_products(const typename Units::Unit* const* a, int64_t terms, const typename Units::Unit* b,
+                              int64_t stride, int units, typename Units::Sum (&sums)[R][C], Else&& something_else) {
+  constexpr int kUnitsOfTile = kKeyTile / Units::kDepth;
+  for (int term = 0; term < Units::kTerms; term++) {
+    if (term > 0) {
+      for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) sums[r][c] = Units::next_term(sums[r][c]);
+    }
+    for (int first = 0; first < units; first += kUnitsOfTile) {
+      something_else();
+      for (int u = first; u < least(first + kUnitsOfTile, units); u++) {
+        typename Units::Vector row[C];
+        for (int c = 0; c < C; c++) row[c] = Units::load(b + u * stride + c * W);
+        for (int r = 0; r < R; r++) {
+          const typename Units::Vector one = Units::all(a[r] + term * terms + u);
+          for (int c = 0; c < C; c++) sums[r][c] = Product::add(sums[r][c], one, row[c]);
+        }
+      }
     }
   }
 }
@@ -35,12 +47,13 @@ inline void add_products(const typename Units::Unit* const* a, const typename Un
 struct Partial {
   float* maximum;  // [rows]
   float* total;    // [rows]
-  float* mixed;    // [rows, stride]
+  float* mixed;    // [rows, stride], in the units' order
 };
 
 template <class Units>
 class Task {
   using Unit = typename Units::Unit;
+  using Sum = typename Units::Sum;
 
  public:
   explicit Task(const AttentionWork& work)
@@ -49,31 +62,38 @@ class Task {
     rows_ = job_.num_rows;
     dim_k_ = call_.keys.head_dim;
     dim_v_ = call_.values.head_dim;
-    stride_v_ = (dim_v_ + 15) / 16 * 16;
+    units_ = (dim_k_ + Units::kDepth - 1) / Units::kDepth;
+    stride_v_ = (dim_v_ + Units::kColumnsOfValues - 1) / Units::kColumnsOfValues * Units::kColumnsOfValues;
     first_position_ = first_position_of(job_);
+    // Where there is a softcap, scores become powers of 2 behind it.
+    factor_ = call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E;
+    scales_values_ = call_.values.scales != nullptr || call_.values.static_scale != 1.0f;
     float* scratch = work.scratch;
     const auto take = [&scratch](int64_t floats) {
       float* taken = scratch;
       scratch += (floats + 15) / 16 * 16;
       return taken;
     };
-    keys_ = reinterpret_cast<Unit*>(take(int64_t{kKeyTile} * ((dim_k_ + 15) / 16 * 16)));
-    values_ = reinterpret_cast<Unit*>(take(kKeyTile * stride_v_));
-    memset(values_, 0, static_cast<size_t>(kKeyTile * stride_v_) * 4);
-    key_scales_ = take(kKeyTile);
-    value_scales_ = take(kKeyTile);
+    keys_ = reinterpret_cast<Unit*>(take(kKeySpan * units_));
+    values_ = reinterpret_cast<Unit*>(take(kKeySpan / Units::kDepth * stride_v_));
+    memset(values_, 0, static_cast<size_t>(kKeySpan / Units::kDepth * stride_v_) * sizeof(Unit));
+    key_scales_ = take(kKeySpan);
+    value_scales_ = take(kKeySpan);
     span_ = {take(rows_), take(rows_), take(rows_ * stride_v_)};
     whole_ = {take(rows_), take(rows_), take(rows_ * stride_v_)};
-    queries_ = take(int64_t{rows_} * dim_k_);
+    old_ = take(rows_);
+    added_ = take(rows_);
+    query_scales_ = take(rows_);
+    query_offsets_ = reinterpret_cast<int32_t*>(take(rows_));
+    queries_ = reinterpret_cast<Unit*>(take(int64_t{rows_} * Units::kTerms * units_));
   }
 
   void run() {
     prepare_queries();
-    clear(whole_);
+    for (int row = 0; row < rows_; row++) clear(whole_, row);
     const bool is_alone = job_.num_tasks == 1;
     for (int span = task_.first_span; span < task_.end_span; span++) {
       if (!is_alone) span_ = partial_of(span);
-      clear(span_);
       sum_span(span);
       if (is_alone) merge(span_);
     }
@@ -101,121 +121,172 @@ class Task {
     return {start, start + rows_, start + 2 * rows_};
   }
 
-  void clear(const Partial& partial) {
-    for (int row = 0; row < rows_; row++) {
-      partial.maximum[row] = kNoMaximum;
-      partial.total[row] = 0;
-    }
-    memset(partial.mixed, 0, static_cast<size_t>(rows_ * stride_v_) * 4);
+  void clear(const Partial& partial, int row) {
+    partial.maximum[row] = kNoMaximum;
+    partial.total[row] = 0;
+    memset(partial.mixed + row * stride_v_, 0, static_cast<size_t>(stride_v_) * 4);
   }
 
-  // query_units_(row): where pairs are multiplied, the caller's own numbers.
   void prepare_queries() {
-    if constexpr (Units::kDepth == 1) {
-      for (int row = 0; row < rows_; row++) {
+    for (int row = 0; row < rows_; row++) {
+      query_scales_[row] = factor_;
+      query_offsets_[row] = 0;
+      if constexpr (!Units::kTakesQueries) {
         const int64_t at = token(row) * call_.query_stride + int64_t{head(row)} * dim_k_;
-        float* to = queries_ + int64_t{row} * dim_k_;
-        for (int d = 0; d < dim_k_; d += W) {
-          const int n = least(W, dim_k_ - d);
-          (call_.is_float32 ? F32::load(static_cast<const float*>(call_.queries) + at + d, n)
-                            : F32::load(static_cast<const bf16*>(call_.queries) + at + d, n)).store(to + d, n);
+        Unit* to = queries_ + int64_t{row} * Units::kTerms * units_;
+        if (call_.is_float32) {
+          Units::prepare_query(static_cast<const float*>(call_.queries) + at, dim_k_, to, query_scales_[row],
+                               query_offsets_[row]);
+        } else {
+          Units::prepare_query(static_cast<const bf16*>(call_.queries) + at, dim_k_, to, query_scales_[row],
+                               query_offsets_[row]);
         }
       }
     }
   }
 
+  // Where a unit is a pair of the caller's own numbers: those.
   const Unit* query_units(int row) const {
-    if constexpr (Units::kDepth == 1) {
-      return queries_ + int64_t{row} * dim_k_;
-    } else {
+    if constexpr (Units::kTakesQueries) {
       const int64_t at = token(row) * call_.query_stride + int64_t{head(row)} * dim_k_;
       return reinterpret_cast<const Unit*>(static_cast<const bf16*>(call_.queries) + at);
+    } else {
+      return queries_ + int64_t{row} * Units::kTerms * units_;
     }
   }
 
   void sum_span(int span) {
-    const int first = batch_.first_key(first_position_);
-    const int end = least((span + 1) * kKeySpan, position(rows_ - 1) + 1);
-    for (int start = most(span * kKeySpan, first / kKeyTile * kKeyTile); start < end; start += kKeyTile) {
-      if (next_.start != start) locate(job_, start, next_);
-      tile_ = next_;
-      if (start + kKeyTile >= end && span + 1 == task_.end_span && work_.next_task != nullptr) {
-        const int from = batch_.first_key(first_position_of(*work_.next_job));
-        locate(*work_.next_job, most(work_.next_task->first_span * kKeySpan, from / kKeyTile * kKeyTile), next_);
-        next_.start = -1;  // another's
-      } else {
-        locate(job_, start + kKeyTile, next_);
-      }
-      const int rows = rows_ / job_.num_heads;
-      for (int head = 0; head < job_.num_heads; head++) {
-        load_scales(job_.first_head + head);
-        load_keys();
-        load_values();
-        for (int row = 0; row < rows; row += kRowBlock) add_rows(head * rows + row, least(kRowBlock, rows - row));
-        tile_.to_next_head(call_);
-        next_.to_next_head(call_);
-      }
-      next_.to_head(call_, -job_.num_heads);
+    Span* located = here_;
+    here_ = next_;
+    next_ = located;
+    if (here_->start != span * kKeySpan) locate(job_, span, *here_);
+    // After the task's last span comes, probably, another task of this thread.
+    const bool is_last = span + 1 == task_.end_span;
+    const AttentionJob* job = is_last ? work_.next_job : &job_;
+    if (job != nullptr) {
+      locate(*job, is_last ? work_.next_task->first_span : span + 1, *next_);
+      ahead_.start(*next_, call_.keys.head_bytes() * job->num_heads, call_.values.head_bytes() * job->num_heads,
+                   job_.num_heads);
     }
+    const int rows = rows_ / job_.num_heads;
+    for (int head = 0; head < job_.num_heads; head++) {
+      load_scales(call_.keys, job_.first_head + head, key_scales_);
+      load_scales(call_.values, job_.first_head + head, value_scales_);
+      load_keys();
+      load_values();
+      for (int row = 0; row < rows; row += kRowBlock) add_rows(head * rows + row, least(kRowBlock, rows - row));
+      ahead_.order_rest(head);
+      here_->to_next_head(call_);
+    }
+    here_->start = -1;
   }
 
-  // Where the keys of a tile and their values are stored, for one KV head.
-  struct Tile {
-    int start = -1;
-    int first = 0, end = 0;  // of the keys that some query sees, counted from `start`
-    const uint8_t* keys[kKeyTile];
-    const uint8_t* values[kKeyTile];
-
-    void to_head(const AttentionCall& call, int heads) {
-      for (int i = first; i < end; i++) {
-        keys[i] += heads * call.keys.head_bytes();
-        values[i] += heads * call.values.head_bytes();
-      }
-    }
-    void to_next_head(const AttentionCall& call) { to_head(call, 1); }
+  // Keys of a sequence in one block.
+  struct Run {
+    int first, count;  // counted from the start of the span
+    int offset;
+    int64_t block;
   };
 
-  // Whatever does not belong to the queries' sequence, was not written, or is another's by now, may be anything, and is
-  // not read: zeros are.
-  void locate(const AttentionJob& job, int start, Tile& tile) const {
+  // Where the keys of a span and their values are stored, for one KV head.
+  struct Span {
+    int start = -1;
+    int first = 0, end = 0;  // of the keys that some query sees, counted from `start`
+    int num_runs = 0;
+    Run runs[kKeySpan];
+    // Of the tiles that have such keys. Whatever else is in them does not belong to the queries' sequence, was not written,
+    // or is another's by now, may be anything, and is not read: zeros are.
+    const uint8_t* keys[kKeySpan];
+    const uint8_t* values[kKeySpan];
+
+    int first_tile() const { return first / kKeyTile; }
+    int end_tile() const { return (end + kKeyTile - 1) / kKeyTile; }
+    void to_next_head(const AttentionCall& call) {
+      const int64_t key_bytes = call.keys.head_bytes(), value_bytes = call.values.head_bytes();
+      for (int i = first; i < end; i++) {
+        keys[i] += key_bytes;
+        values[i] += value_bytes;
+      }
+    }
+  };
+
+  // The intrinsic, but for GCC 12: a function that does nothing else has no effect to it, and is left out.
+  LLMQ_INLINE static void order_lines(const void* from, int64_t bytes) {
+    const char* line = static_cast<const char*>(from);
+    for (const char* end = line + bytes; line < end; line += 64) asm volatile("prefetcht1 %0" : : "m"(*line));
+  }
+
+  // Blocks lie anywhere, where no prefetcher of a CPU finds them: while a span is computed, the lines of the next one are
+  // ordered, evenly, or memory would rest in between, and in the order in which they lie in memory, which is half as fast
+  // when each head is read by itself.
+  struct Ahead {
+    const Span* span = nullptr;
+    int64_t key_bytes = 0, value_bytes = 0;  // of all heads of the span
+    int heads = 1;                       // that are computed meanwhile
+    int next = 0, end = 0;           // keys
+    int credit = 0;                  // a key's worth for each head
+
+    void start(const Span& of, int64_t of_key_bytes, int64_t of_value_bytes, int computed_heads) {
+      span = &of;
+      key_bytes = of_key_bytes;
+      value_bytes = of_value_bytes;
+      heads = computed_heads;
+      next = of.first;
+      end = of.end;
+      credit = 0;
+    }
+    LLMQ_INLINE void order(int keys) {
+      credit += keys;
+      for (; credit >= heads && next < end; next++, credit -= heads) {
+        order_lines(span->keys[next], key_bytes);
+        order_lines(span->values[next], value_bytes);
+      }
+    }
+    // What is left of a head's share.
+    void order_rest(int head) {
+      const int until = least(end, (head + 1) * kKeySpan / heads);
+      credit = 0;
+      if (next < until) order((until - next) * heads);
+    }
+  };
+
+  void locate(const AttentionJob& job, int span, Span& to) const {
     const int first_position = first_position_of(job);
-    tile.start = start;
-    tile.first = most(batch_.first_key(first_position) - start, 0);
-    tile.end = most(least(first_position + job.num_queries - start, kKeyTile), tile.first);
-    for (int i = 0; i < kKeyTile; i++) tile.keys[i] = tile.values[i] = kNothing;
+    to.start = span * kKeySpan;
+    to.first = most(batch_.first_key(first_position) - to.start, 0);
+    to.end = most(least(first_position + job.num_queries - to.start, kKeySpan), to.first);
+    to.num_runs = 0;
+    for (int i = to.first_tile() * kKeyTile; i < to.first; i++) to.keys[i] = to.values[i] = kNothing;
+    for (int i = to.end; i < to.end_tile() * kKeyTile; i++) to.keys[i] = to.values[i] = kNothing;
     const int64_t* table = batch_.block_table + job.sequence * batch_.table_stride;
     const int size = batch_.block_tokens;
-    for (int i = tile.first; i < tile.end;) {
-      const int64_t block = table[(start + i) / size];
-      int offset = (start + i) % size;
-      for (; offset < size && i < tile.end; offset++, i++) {
-        tile.keys[i] = call_.keys.head(block, offset, job.first_head);
-        tile.values[i] = call_.values.head(block, offset, job.first_head);
+    const int64_t key_bytes = call_.keys.head_bytes() * call_.keys.num_kv_heads;
+    const int64_t value_bytes = call_.values.head_bytes() * call_.values.num_kv_heads;
+    int column = (to.start + to.first) / size, offset = (to.start + to.first) % size;
+    for (int i = to.first; i < to.end; offset = 0) {
+      const int64_t block = table[column++];
+      const int count = least(size - offset, to.end - i);
+      to.runs[to.num_runs++] = {i, count, offset, block};
+      const uint8_t* key = call_.keys.head(block, offset, job.first_head);
+      const uint8_t* value = call_.values.head(block, offset, job.first_head);
+      for (int j = 0; j < count; j++) {
+        to.keys[i + j] = key + j * key_bytes;
+        to.values[i + j] = value + j * value_bytes;
       }
+      for (const KVPlane* plane : {&call_.keys, &call_.values}) {
+        if (plane->scales) order_lines(plane->scale(block, offset, job.first_head), count * plane->num_kv_heads * 2);
+      }
+      i += count;
     }
   }
 
-  void load_scales(int kv_head) {
-    // Where there is a softcap, scores become powers of 2 behind it.
-    const float factor = call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E;
-    load_scales(call_.keys, kv_head, key_scales_, factor);
-    load_scales(call_.values, kv_head, value_scales_, 1.0f);
-    scales_values_ = call_.values.scales != nullptr || call_.values.static_scale != 1.0f;
-  }
-
-  void load_scales(const KVPlane& plane, int kv_head, float* scales, float factor) const {
-    const F32 same = F32::all(factor * plane.static_scale);
-    for (int i = 0; i < kKeyTile; i += W) same.store(scales + i);
+  void load_scales(const KVPlane& plane, int kv_head, float* scales) const {
+    const F32 same = F32::all(plane.static_scale);
+    for (int i = 0; i < kKeySpan; i += W) same.store(scales + i);
     if (plane.scales == nullptr) return;
-    const int64_t* table = batch_.block_table + job_.sequence * batch_.table_stride;
-    const int size = batch_.block_tokens;
-    for (int i = tile_.first; i < tile_.end;) {
-      const int64_t block = table[(tile_.start + i) / size];
-      int offset = (tile_.start + i) % size;
-      const uint16_t* scale = plane.scale(block, offset, kv_head);
-      for (; offset < size && i < tile_.end; offset++, i++, scale += plane.num_kv_heads) {
-        scales[i] = factor * to_float(*scale);
-      }
+    for (int run = 0; run < here_->num_runs; run++) {
+      const auto [first, count, offset, block] = here_->runs[run];
+      load_every(plane.scale(block, offset, kv_head), plane.num_kv_heads, count, scales + first);
     }
   }
 
@@ -230,25 +301,20 @@ class Task {
     }
   }
 
-  // Rows of a head lie apart from each other in blocks that lie anywhere, which no prefetcher of a CPU finds: while a
-  // tile is taken, so are the lines of the next one ordered.
-  static void order(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1); }
-
-  // keys_[unit, key]
+  // keys_[tile, unit, key]
   template <KVFormat kFormat>
   void transpose_keys() {
-    const int units = dim_k_ / Units::kDepth;
-    for (int first = 0; first < units; first += W) {
-      const int count = least(W, units - first);
-      const int64_t byte = call_.keys.head_bytes() * first / units;
-      for (int key = 0; key < kKeyTile; key += W) {
-        F32 rows[W];
-        for (int i = 0; i < W; i++) {
-          order(next_.keys[key + i] + byte);
-          rows[i] = Units::template load_units<kFormat>(tile_.keys[key + i], dim_k_, first, count);
+    if constexpr (Units::reads(kFormat)) {
+      for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += W) {
+        ahead_.order(W / 4);
+        Unit* to = keys_ + key / kKeyTile * kKeyTile * units_ + key % kKeyTile;
+        for (int first = 0; first < units_; first += W) {
+          const int count = least(W, units_ - first);
+          F32 rows[W];
+          for (int i = 0; i < W; i++) rows[i] = Units::template load_keys<kFormat>(here_->keys[key + i], dim_k_, first, count);
+          transpose(rows);
+          for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(to + (first + u) * kKeyTile));
         }
-        transpose(rows);
-        for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(keys_ + (first + u) * kKeyTile + key));
       }
     }
   }
@@ -267,114 +333,127 @@ class Task {
   // values_[key / kDepth, d]; what lies between dim_v_ and stride_v_ is summed and left out.
   template <KVFormat kFormat>
   void join_values() {
-    const int64_t bytes = call_.values.head_bytes();
-    for (int key = 0; key < kKeyTile; key += Units::kDepth) {
-      Unit* to = values_ + key / Units::kDepth * stride_v_;
-      for (int i = 0; i < Units::kDepth; i++) {
-        for (int64_t byte = 0; byte < bytes; byte += 64) order(next_.values[key + i] + byte);
+    if constexpr (Units::reads(kFormat)) {
+      for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += Units::kDepth) {
+        if (key % 16 == 0) ahead_.order(2);
+        Units::template join_values<kFormat>(here_->values + key, dim_v_, values_ + key / Units::kDepth * stride_v_);
       }
-      Units::template join_keys<kFormat>(tile_.values + key, dim_v_, to);
     }
   }
 
   void add_rows(int row, int count) {
-    const int last = position(row + count - 1);
-    if (last < tile_.start || batch_.first_key(position(row)) >= tile_.start + kKeyTile) return;
+    const int first = most(batch_.first_key(position(row)) - here_->start, 0);
+    const int end = least(position(row + count - 1) + 1 - here_->start, kKeySpan);
+    if (first >= end) {
+      for (int r = row; r < row + count; r++) clear(span_, r);
+      return;
+    }
+    const int first_tile = first / kKeyTile, end_tile = (end + kKeyTile - 1) / kKeyTile;
     switch (count) {
-      case 1: return add_row_block<1>(row);
-      case 2: return add_row_block<2>(row);
-      case 3: return add_row_block<3>(row);
-      case 4: return add_row_block<4>(row);
-      case 5: return add_row_block<5>(row);
-      case 6: return add_row_block<6>(row);
+      case 1: return add_row_block<1>(row, first_tile, end_tile);
+      case 2: return add_row_block<2>(row, first_tile, end_tile);
+      case 3: return add_row_block<3>(row, first_tile, end_tile);
+      case 4: return add_row_block<4>(row, first_tile, end_tile);
+      case 5: return add_row_block<5>(row, first_tile, end_tile);
+      case 6: return add_row_block<6>(row, first_tile, end_tile);
     }
   }
 
+  // A tile of which no row sees anything changes nothing: rows are summed in any company.
   template <int R>
-  void add_row_block(int row) {
-    alignas(64) float scores[R][kKeyTile];
-    alignas(64) Unit weights[R][kKeyTile / Units::kDepth];
+  void add_row_block(int row, int first_tile, int end_tile) {
+    alignas(64) float scores[R][kKeySpan];
+    alignas(64) Unit weights[R][Units::kTerms * kKeySpan / Units::kDepth];
     const Unit* a[R];
     for (int r = 0; r < R; r++) a[r] = query_units(row + r);
-    for (int column = 0; column < kKeyTile; column += kColumns * W) {
-      F32 sums[R][kColumns];
-      for (int r = 0; r < R; r++) for (int c = 0; c < kColumns; c++) sums[r][c] = F32::zero();
-      add_products<Units, R, kColumns>(a, keys_ + column, kKeyTile, dim_k_ / Units::kDepth, sums);
-      for (int r = 0; r < R; r++) for (int c = 0; c < kColumns; c++) sums[r][c].store(&scores[r][column + c * W]);
+    for (int tile = first_tile; tile < end_tile; tile++) {
+      ahead_.order(kKeyTile / 4);
+      for (int column = 0; column < kKeyTile; column += kColumns * W) {
+        Sum sums[R][kColumns] = {};
+        add_products<Units, typename Units::Scores, R, kColumns>(a, units_, keys_ + tile * kKeyTile * units_ + column,
+                                                                 kKeyTile, units_, sums, [] {});
+        const int key = tile * kKeyTile + column;
+        for (int r = 0; r < R; r++) {
+          for (int c = 0; c < kColumns; c++) {
+            (Units::score(sums[r][c], query_offsets_[row + r]) * F32::load(key_scales_ + key + c * W) *
+             F32::all(query_scales_[row + r])).store(&scores[r][key + c * W]);
+          }
+        }
+      }
     }
-    float decay[R];
+    float factor[R];
+    const int first = first_tile * kKeyTile, end = end_tile * kKeyTile;
     for (int r = 0; r < R; r++) {
-      decay[r] = weigh(row + r, scores[r], weights[r]);
-      a[r] = weights[r];
+      ahead_.order(kKeyTile / 8);
+      weigh(row + r, first, end, scores[r]);
+      factor[r] = Units::store_weights(scores[r], first, end, weights[r]);
+      a[r] = weights[r] + first / Units::kDepth;
     }
+    const Unit* values = values_ + first / Units::kDepth * stride_v_;
+    const int units = (end - first) / Units::kDepth;
     int column = 0;
-    for (; column + kColumns * W <= stride_v_; column += kColumns * W) mix<R, kColumns>(a, row, column, decay);
-    for (; column < stride_v_; column += W) mix<R, 1>(a, row, column, decay);
+    for (; column + kColumns * W <= stride_v_; column += kColumns * W) {
+      mix<R, kColumns>(a, values + column, units, row, column, factor);
+    }
+    for (; column < stride_v_; column += W) mix<R, 1>(a, values + column, units, row, column, factor);
   }
 
-  // Scores of a row -> weights; what was summed before is to be multiplied by the result.
-  float weigh(int row, float* scores, Unit* weights) {
-    const int position_of_row = position(row), first = batch_.first_key(position_of_row);
-    const bool is_masked = first > tile_.start || position_of_row < tile_.start + kKeyTile - 1;
-    const F32 softcap = F32::all(call_.softcap * kLog2E);
-    F32 top = F32::all(span_.maximum[row]);
-    for (int key = 0; key < kKeyTile; key += W) {
-      F32 score = F32::load(scores + key) * F32::load(key_scales_ + key);
-      if (call_.softcap != 0) score = tanh(score) * softcap;
-      if (is_masked) {
-        const F32 index = F32::load(kIndex) + F32::all(static_cast<float>(tile_.start + key));
-        const F32 masked = F32::all(kMasked);
-        score = where_below(index, F32::all(static_cast<float>(first)), masked, score);
-        score = where_below(F32::all(static_cast<float>(position_of_row)), index, masked, score);
-      }
-      score.store(scores + key);
-      top = larger(score, top);
+  // A row's scores of the span's keys [first, end) -> weights, times the scales of V.
+  void weigh(int row, int first, int end, float* scores) {
+    if (call_.softcap != 0) {
+      const F32 softcap = F32::all(call_.softcap * kLog2E);
+      for (int key = first; key < end; key += W) (tanh(F32::load(scores + key)) * softcap).store(scores + key);
     }
+    const int last_seen = position(row) - here_->start;
+    const int first_seen = batch_.first_key(position(row)) - here_->start;
+    for (int key = first; key < end; key += W) {
+      if (key >= first_seen && key + W - 1 <= last_seen) continue;
+      const F32 index = F32::load(kIndex) + F32::all(static_cast<float>(key)), masked = F32::all(kMasked);
+      F32 score = F32::load(scores + key);
+      score = where_below(index, F32::all(static_cast<float>(first_seen)), masked, score);
+      score = where_below(F32::all(static_cast<float>(last_seen)), index, masked, score);
+      score.store(scores + key);
+    }
+    F32 top = F32::all(kNoMaximum);
+    for (int key = first; key < end; key += W) top = larger(F32::load(scores + key), top);
     const float maximum = top.largest();
     const F32 shift = F32::all(maximum);
     F32 total = F32::zero();
-    for (int key = 0; key < kKeyTile; key += W) {
+    for (int key = first; key < end; key += W) {
       const F32 weight = exp2(F32::load(scores + key) - shift);
       total = total + weight;
-      Units::store_weights(scales_values_ ? weight * F32::load(value_scales_ + key) : weight, weights, key);
+      (scales_values_ ? weight * F32::load(value_scales_ + key) : weight).store(scores + key);
     }
-    const float decay = power(span_.maximum[row] - maximum);
     span_.maximum[row] = maximum;
-    span_.total[row] = span_.total[row] * decay + total.sum();
-    return decay;
+    span_.total[row] = total.sum();
   }
 
   template <int R, int C>
-  void mix(const Unit* const* a, int row, int column, const float* decay) {
-    F32 sums[R][C];
-    for (int r = 0; r < R; r++) {
-      const float* mixed = span_.mixed + (row + r) * stride_v_ + column;
-      for (int c = 0; c < C; c++) sums[r][c] = F32::load(mixed + c * W) * F32::all(decay[r]);
-    }
-    add_products<Units, R, C>(a, values_ + column, stride_v_, kKeyTile / Units::kDepth, sums);
+  void mix(const Unit* const* a, const Unit* values, int units, int row, int column, const float* factor) {
+    Sum sums[R][C] = {};
+    add_products<Units, typename Units::Mixture, R, C>(a, kKeySpan / Units::kDepth, values, stride_v_, units, sums,
+                                                       [this] { ahead_.order(kKeyTile / 4); });
     for (int r = 0; r < R; r++) {
       float* mixed = span_.mixed + (row + r) * stride_v_ + column;
-      for (int c = 0; c < C; c++) sums[r][c].store(mixed + c * W);
+      for (int c = 0; c < C; c++) Units::mixed(sums[r][c], factor[r]).store(mixed + c * W);
     }
-  }
-
-  static float power(float x) {
-    alignas(64) float lanes[W];
-    exp2(F32::all(x)).store(lanes);
-    return lanes[0];
   }
 
   void merge(const Partial& partial) {
+    for (int row = 0; row < rows_; row += W) {
+      const int n = least(W, rows_ - row);
+      const F32 one = F32::load(whole_.maximum + row, n), other = F32::load(partial.maximum + row, n);
+      const F32 maximum = larger(one, other), old = exp2(one - maximum), added = exp2(other - maximum);
+      maximum.store(whole_.maximum + row, n);
+      old.store(old_ + row, n);
+      added.store(added_ + row, n);
+      fma(F32::load(whole_.total + row, n), old, F32::load(partial.total + row, n) * added).store(whole_.total + row, n);
+    }
     for (int row = 0; row < rows_; row++) {
-      const float maximum = most(whole_.maximum[row], partial.maximum[row]);
-      const float old = power(whole_.maximum[row] - maximum), added = power(partial.maximum[row] - maximum);
-      whole_.maximum[row] = maximum;
-      whole_.total[row] = whole_.total[row] * old + partial.total[row] * added;
+      const F32 old = F32::all(old_[row]), added = F32::all(added_[row]);
       float* to = whole_.mixed + row * stride_v_;
       const float* from = partial.mixed + row * stride_v_;
-      for (int d = 0; d < stride_v_; d += W) {
-        fma(F32::load(to + d), F32::all(old), F32::load(from + d) * F32::all(added)).store(to + d);
-      }
+      for (int d = 0; d < stride_v_; d += W) fma(F32::load(to + d), old, F32::load(from + d) * added).store(to + d);
     }
   }
 
@@ -384,7 +463,7 @@ class Task {
       const int64_t at = token(row) * call_.output_stride + int64_t{head(row)} * dim_v_;
       for (int d = 0; d < dim_v_; d += W) {
         const int n = least(W, dim_v_ - d);
-        const F32 result = F32::load(whole_.mixed + row * stride_v_ + d) / total;
+        const F32 result = Units::load_mixed(whole_.mixed + row * stride_v_, d) / total;
         if (call_.is_float32) {
           result.store(static_cast<float*>(call_.output) + at + d, n);
         } else {
@@ -401,25 +480,36 @@ class Task {
   const AttentionCall& call_;
   const AttentionJob& job_;
   const AttentionTask& task_;
-  int group_, rows_, dim_k_, dim_v_, first_position_;
+  int group_, rows_, dim_k_, dim_v_, units_, first_position_;
   int64_t stride_v_;
-  Tile tile_, next_;
-  bool scales_values_ = false;
+  Span spans_[2];
+  Span* here_ = spans_;
+  Span* next_ = spans_ + 1;
+  Ahead ahead_;
+  float factor_;  // of scores
+  bool scales_values_;
   Unit* keys_;
   Unit* values_;
   float* key_scales_;
   float* value_scales_;
   Partial span_, whole_;
-  float* queries_;
+  float* old_;
+  float* added_;
+  float* query_scales_;
+  int32_t* query_offsets_;
+  Unit* queries_;
 };
 
 }  // namespace
 
 void attend(const AttentionWork& work) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
   const AttentionCall& call = work.call;
-  const auto is_exact = [](KVFormat format) { return format != KVFormat::fp32 && format != KVFormat::fp16; };
-  if (!call.is_float32 && is_exact(call.keys.format) && is_exact(call.values.format) && call.keys.head_dim % 2 == 0 &&
+  const KVFormat keys = call.keys.format, values = call.values.format;
+  if (!call.is_float32 && ByteUnits::reads(keys) && ByteUnits::reads(values)) return Task<ByteUnits>(work).run();
+#endif
+#if defined(__AVX512BF16__)
+  if (!call.is_float32 && PairUnits::reads(keys) && PairUnits::reads(values) && call.keys.head_dim % 2 == 0 &&
       call.values.head_dim % 2 == 0) {
     return Task<PairUnits>(work).run();
   }

@@ -27,8 +27,9 @@ Isa detect() {
   const uint64_t saved = saved_state();
   if ((saved & kYmm) != kYmm || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has(b, 5)) return Isa::none;
   const bool has_avx512 = has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31) && has(c, 11);  // F, DQ, BW, VL, VNNI
+  const bool has_vbmi = has(c, 1);  // as all have that multiply bfloat16 but Cooper Lake
   if (!has_avx512 || (saved & kZmm) != kZmm) return Isa::avx2;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !has(a, 5)) return Isa::avx512_vnni;
+  if (!has_vbmi || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !has(a, 5)) return Isa::avx512_vnni;
   return Isa::avx512_bf16;
 }
 

@@ -1,7 +1,7 @@
 // Numbers of K and V, from their blocks into the units that an inner product consumes.
 #pragma once
 
-#include "kv_plane.h"
+#include "attention.h"
 #include "f32.h"
 
 namespace llmq::LLMQ_ISA {
@@ -49,23 +49,67 @@ static inline F32 load_stored(const uint8_t* head, int head_dim, int d, int n) {
   }
 }
 
-// A unit is what one lane multiplies at a time: a float, or two bfloat16 whose products a lane adds.
+// `count` bfloat16 that lie `stride` numbers apart.
+static inline void load_every(const bf16* from, int stride, int count, float* to) {
+#if defined(__AVX512F__)
+  const int at_once = least(16, 64 / stride);
+  const __m512i index = _mm512_mullo_epi16(
+      _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 0, 0, 0, 0, 0, 0, 0,
+                                            0, 0, 0, 0, 0, 0, 0, 0)),
+      _mm512_set1_epi16(static_cast<short>(stride)));
+  for (; at_once > 1 && count > 0; from += at_once * stride, to += at_once, count -= at_once) {
+    const int n = least(count, at_once), words = (n - 1) * stride + 1;
+    const auto mask = [](int bits) { return bits >= 32 ? ~__mmask32{0} : (__mmask32{1} << most(bits, 0)) - 1; };
+    const __m512i low = _mm512_maskz_loadu_epi16(mask(words), from);
+    const __m512i high = _mm512_maskz_loadu_epi16(mask(words - 32), from + 32);
+    F32::widened(_mm512_castsi512_si256(_mm512_permutex2var_epi16(low, index, high))).store(to, n);
+  }
+#endif
+  for (int i = 0; i < count; i++) to[i] = to_float(from[i * stride]);
+}
+
+// A unit is what one lane multiplies at a time: a float, two bfloat16 or four bytes, whose products a lane adds.
 struct FloatUnits {
   using Unit = float;
+  using Vector = F32;
+  using Sum = F32;
   static constexpr int kDepth = 1;  // numbers in a unit
+  static constexpr int kTerms = 1;  // of which queries and weights are sums
+  static constexpr int kColumnsOfValues = F32::kWidth;  // numbers of V's heads are padded to a multiple of them
+  static constexpr bool kTakesQueries = false;  // as they lie in the caller's memory
+  static constexpr bool reads(KVFormat) { return true; }
 
-  static F32 add_product(F32 sum, float a, F32 b) { return fma(F32::all(a), b, sum); }
-  static F32 load_products(const float* p) { return F32::load(p); }
-  static void store_weights(F32 p, float* to, int at) { p.store(to + at); }
+  struct Scores {
+    static F32 add(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
+  };
+  using Mixture = Scores;
+  static F32 next_term(F32 sum) { return sum; }
+  static F32 all(const float* a) { return F32::all(*a); }
+  static F32 load(const float* b) { return F32::load(b); }
+  static F32 score(F32 sum, int32_t) { return sum; }
+  static F32 mixed(F32 sum, float) { return sum; }
+  static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
 
+  template <class T>
+  static void prepare_query(const T* query, int head_dim, float* to, float&, int32_t&) {
+    for (int d = 0; d < head_dim; d += F32::kWidth) {
+      const int n = least(F32::kWidth, head_dim - d);
+      F32::load(query + d, n).store(to + d, n);
+    }
+  }
+  // Weights of keys [first, end), and what their products are to be multiplied by.
+  static float store_weights(const float* weights, int first, int end, float* to) {
+    for (int key = first; key < end; key += F32::kWidth) F32::load(weights + key).store(to + key);
+    return 1.0f;
+  }
   // Units [first, first + count) of a head; 0 beyond them.
   template <KVFormat kFormat>
-  static F32 load_units(const uint8_t* head, int head_dim, int first, int count) {
+  static F32 load_keys(const uint8_t* head, int head_dim, int first, int count) {
     return load_stored<kFormat>(head, head_dim, first, count);
   }
   // A unit for each number of a head, of kDepth keys.
   template <KVFormat kFormat>
-  static void join_keys(const uint8_t* const* heads, int head_dim, float* to) {
+  static void join_values(const uint8_t* const* heads, int head_dim, float* to) {
     for (int d = 0; d < head_dim; d += F32::kWidth) {
       const int n = least(F32::kWidth, head_dim - d);
       load_stored<kFormat>(heads[0], head_dim, d, n).store(to + d, n);
@@ -73,72 +117,243 @@ struct FloatUnits {
   }
 };
 
+#if defined(__AVX512F__)
+
+// Four bytes. K and V stay the integers that are stored; queries and weights, each row with a scale of its own, become
+// integers of 16 bits, the sum of two terms: 256 · high + low. Sums are exact, so that a row's result depends on no order,
+// and no rounding but that of the 16 bits is added to the stored numbers' own.
+struct ByteUnits {
+  using Unit = uint32_t;
+  struct Vector {
+    __m512i v;
+  };
+  struct Sum {
+    __m512i v;
+  };
+  static constexpr int kDepth = 4;
+  static constexpr int kTerms = 2;
+  static constexpr int kColumnsOfValues = 64;
+  static constexpr bool kTakesQueries = false;
+  static constexpr bool reads(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::int4; }
+
+  // VNNI multiplies unsigned by signed bytes: keys are stored with 128 added, which `score` takes away again, and weights
+  // have no sign. A sum of kMostHeadDim products of 8 and 16 bits, or of a span's keys, stays below 2^31.
+  struct Scores {
+    static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, b, a); }
+  };
+  struct Mixture {
+    static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, a, b); }
+  };
+  static Sum next_term(Sum sum) { return {_mm512_slli_epi32(sum.v, 8)}; }
+  static Vector all(const uint32_t* a) { return {_mm512_set1_epi32(static_cast<int>(*a))}; }
+  static Vector load(const uint32_t* b) { return {_mm512_loadu_si512(b)}; }
+  static F32 score(Sum sum, int32_t offset) {
+    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum.v, _mm512_set1_epi32(offset)))};
+  }
+  static F32 mixed(Sum sum, float factor) { return F32{_mm512_cvtepi32_ps(sum.v)} * F32::all(factor); }
+  // join_values leaves the j-th four of each 16 numbers in the j-th vector of 64.
+  static F32 load_mixed(const float* mixed, int d) {
+    const float* from = mixed + d / 64 * 64 + d % 64 / 4;
+    __m512 result = _mm512_castps128_ps512(_mm_loadu_ps(from));
+    result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 16), 1);
+    result = _mm512_insertf32x4(result, _mm_loadu_ps(from + 32), 2);
+    return {_mm512_insertf32x4(result, _mm_loadu_ps(from + 48), 3)};
+  }
+
+  template <class T>
+  static void prepare_query(const T* query, int head_dim, uint32_t* to, float& scale, int32_t& offset) {
+    const int units = (head_dim + 3) / 4;
+    F32 top = F32::all(1e-30f);
+    for (int d = 0; d < head_dim; d += 16) {
+      const F32 numbers = F32::load(query + d, least(16, head_dim - d)).magnitude();
+      // A NaN has the largest bits.
+      top.v = _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(numbers.v), _mm512_castps_si512(top.v)));
+    }
+    const float most_of_all = to_float_of(_mm512_reduce_max_epi32(_mm512_castps_si512(top.v)));
+    scale *= most_of_all / 32639.0f;  // 127 · 256 + 127
+    const F32 inverse = F32::all(32639.0f / most_of_all);
+    __m512i sum = _mm512_setzero_si512();
+    int8_t* high = reinterpret_cast<int8_t*>(to);
+    int8_t* low = reinterpret_cast<int8_t*>(to + units);
+    for (int d = 0; d < 4 * units; d += 16) {
+      const int n = least(16, 4 * units - d), given = least(16, head_dim - d);
+      const __m512i whole = _mm512_cvtps_epi32((F32::load(query + d, given) * inverse).v);
+      sum = _mm512_add_epi32(sum, whole);
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+      _mm_mask_storeu_epi8(high + d, F32::mask(n), _mm512_cvtepi32_epi8(upper));
+      _mm_mask_storeu_epi8(low + d, F32::mask(n), _mm512_cvtepi32_epi8(whole));
+    }
+    offset = 128 * _mm512_reduce_add_epi32(sum);
+  }
+
+  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
+    F32 top = F32::all(1e-30f);
+    for (int key = first; key < end; key += 16) top = larger(F32::load(weights + key), top);
+    const float largest = top.largest();
+    const __m512 inverse = _mm512_set1_ps(65535.0f / largest);
+    const __m512i bytes = _mm512_set1_epi16(0xff);
+    // Packing takes four of each of the four vectors in turn.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    for (int key = first; key < end; key += 64) {
+      __m512i whole[4], words[2];
+      for (int i = 0; i < 4; i++) {
+        whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(weights + key + 16 * i), inverse));
+      }
+      for (int i = 0; i < 2; i++) words[i] = _mm512_packus_epi32(whole[2 * i], whole[2 * i + 1]);
+      const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(words[0], 8), _mm512_srli_epi16(words[1], 8));
+      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(words[0], bytes), _mm512_and_si512(words[1], bytes));
+      _mm512_storeu_si512(to + key / 4, _mm512_permutexvar_epi32(order, high));
+      _mm512_storeu_si512(to + (kKeySpan + key) / 4, _mm512_permutexvar_epi32(order, low));
+    }
+    return largest / 65535.0f;
+  }
+
+  template <KVFormat kFormat>
+  static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
+    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kFormat>(head, head_dim, 4 * first), _mm512_set1_epi8(-128)))};
+  }
+  template <KVFormat kFormat>
+  static void join_values(const uint8_t* const* heads, int head_dim, uint32_t* to) {
+    for (int d = 0; d < head_dim; d += 64) {
+      __m512i keys[4];
+      for (int i = 0; i < 4; i++) keys[i] = load_bytes<kFormat>(heads[i], head_dim, d);
+      const __m512i low01 = _mm512_unpacklo_epi8(keys[0], keys[1]), high01 = _mm512_unpackhi_epi8(keys[0], keys[1]);
+      const __m512i low23 = _mm512_unpacklo_epi8(keys[2], keys[3]), high23 = _mm512_unpackhi_epi8(keys[2], keys[3]);
+      _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(low01, low23));
+      _mm512_storeu_si512(to + d + 16, _mm512_unpackhi_epi16(low01, low23));
+      _mm512_storeu_si512(to + d + 32, _mm512_unpacklo_epi16(high01, high23));
+      _mm512_storeu_si512(to + d + 48, _mm512_unpackhi_epi16(high01, high23));
+    }
+  }
+
+ private:
+  static Sum dot(Sum sum, Vector u, Vector s) {
+    // The intrinsic, but for GCC 12: see simd_avx512.h.
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(u.v), "v"(s.v));
+    return sum;
+  }
+  static float to_float_of(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+  static __mmask64 bytes_mask(int n) { return n >= 64 ? ~__mmask64{0} : (__mmask64{1} << most(n, 0)) - 1; }
+  // Numbers [d, d + 64) of a head as signed bytes; beyond head_dim anything.
+  template <KVFormat kFormat>
+  static __m512i load_bytes(const uint8_t* head, int head_dim, int d) {
+    if constexpr (kFormat == KVFormat::int8) {
+      if (d + 64 <= head_dim) return _mm512_loadu_si512(head + d);
+      return _mm512_maskz_loadu_epi8(bytes_mask(head_dim - d), head + d);
+    }
+    if constexpr (kFormat == KVFormat::int4) {
+      // The first half of a head in the low nibbles; a vector may lie on both sides of the middle.
+      const int half = head_dim / 2;
+      const __mmask64 below = bytes_mask(half - d);
+      const __m512i nibble = _mm512_set1_epi8(15);
+      const __m512i low = _mm512_maskz_loadu_epi8(below, head + d);
+      const __m512i high = _mm512_maskz_loadu_epi8(bytes_mask(head_dim - d) & ~below, head + d - half);
+      const __m512i codes = _mm512_or_si512(_mm512_and_si512(low, nibble),
+                                            _mm512_and_si512(_mm512_srli_epi16(high, 4), nibble));
+      return _mm512_sub_epi8(codes, _mm512_set1_epi8(8));
+    }
+  }
+};
+
+#endif
+
 #if defined(__AVX512BF16__)
+
+// bfloat16 of e4m3's magnitudes: one of the two bytes of each. The product of bfloat16 takes subnormals as 0; as
+// bfloat16 e4m3's own are none.
+struct MagnitudeBytes {
+  alignas(64) uint8_t bytes[128];
+  constexpr explicit MagnitudeBytes(int shift) : bytes() {
+    for (int code = 0; code < 128; code++) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      int bits = (exponent + 120) << 7 | mantissa << 4;
+      if (code == 0x7f) bits = 0x7fc0;
+      if (exponent == 0) {  // mantissa · 2^-9
+        const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
+        bits = mantissa == 0 ? 0 : (118 + top) << 7 | (mantissa << (7 - top) & 0x7f);
+      }
+      bytes[code] = static_cast<uint8_t>(bits >> shift);
+    }
+  }
+  __m512i operator[](__m512i codes) const {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(bytes), codes, _mm512_load_si512(bytes + 64));
+  }
+};
+constexpr MagnitudeBytes kLowOfMagnitude{0}, kHighOfMagnitude{8};
 
 struct PairUnits {
   using Unit = uint32_t;
+  using Vector = F32;
+  using Sum = F32;
   static constexpr int kDepth = 2;
+  static constexpr int kTerms = 1;
+  static constexpr int kColumnsOfValues = F32::kWidth;
+  static constexpr bool kTakesQueries = true;
+  static constexpr bool reads(KVFormat format) { return format == KVFormat::bf16 || format == KVFormat::fp8; }
 
-  static F32 add_product(F32 sum, uint32_t a, F32 b) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b.v)};
-  }
-  static F32 load_products(const uint32_t* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
-  static void store_weights(F32 p, uint32_t* to, int at) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(to) + at),
-                        (__m256i)_mm512_cvtneps_pbh(p.v));
+  struct Scores {
+    static F32 add(F32 sum, F32 a, F32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+  };
+  using Mixture = Scores;
+  static F32 next_term(F32 sum) { return sum; }
+  static F32 all(const uint32_t* a) { return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*a)))}; }
+  static F32 load(const uint32_t* b) { return {_mm512_castsi512_ps(_mm512_loadu_si512(b))}; }
+  static F32 score(F32 sum, int32_t) { return sum; }
+  static F32 mixed(F32 sum, float) { return sum; }
+  static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
+  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
+    for (int key = first; key < end; key += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + key / 2),
+                          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + key)));
+    }
+    return 1.0f;
   }
 
   template <KVFormat kFormat>
-  static F32 load_units(const uint8_t* head, int head_dim, int first, int count) {
+  static F32 load_keys(const uint8_t* head, int, int first, int count) {
     if constexpr (kFormat == KVFormat::bf16) {
-      return {_mm512_castsi512_ps(
-          _mm512_maskz_loadu_epi32(F32::mask(count), reinterpret_cast<const uint32_t*>(head) + first))};
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(head) + first;
+      const __m512i all = count == 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32(F32::mask(count), from);
+      return {_mm512_castsi512_ps(all)};
     }
     if constexpr (kFormat == KVFormat::fp8) {
-      const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>((uint64_t{1} << 2 * count) - 1), head + 2 * first);
-      return {_mm512_castsi512_ps(float8_to_bf16(_mm512_cvtepu8_epi16(codes)))};
+      const uint8_t* from = head + 2 * first;
+      const __m256i codes = count == 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                                        : _mm256_maskz_loadu_epi8((__mmask32{1} << 2 * count) - 1, from);
+      return {_mm512_castsi512_ps(float8_to_bf16(codes))};
     }
-    if (kFormat == KVFormat::int8 && count == F32::kWidth) {
-      const __m128i* bytes = reinterpret_cast<const __m128i*>(head + 2 * first);
-      return joined(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes))),
-                    _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1))));
-    }
-    const int low = least(2 * count, F32::kWidth), high = 2 * count - low;
-    const F32 a = load_stored<kFormat>(head, head_dim, 2 * first, low);
-    const F32 b = high == 0 ? F32::zero() : load_stored<kFormat>(head, head_dim, 2 * first + F32::kWidth, high);
-    return joined(a.v, b.v);
   }
   template <KVFormat kFormat>
-  static void join_keys(const uint8_t* const* heads, int head_dim, uint32_t* to) {
+  static void join_values(const uint8_t* const* heads, int head_dim, uint32_t* to) {
     const __m512i low = _mm512_add_epi32(lanes(), _mm512_slli_epi32(_mm512_add_epi32(lanes(), _mm512_set1_epi32(32)), 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int first = 0; first < head_dim; first += 32) {
-      const int n = least(32, head_dim - first);
-      const __m512i a = _mm512_castps_si512(load_units<kFormat>(heads[0], head_dim, first / 2, n / 2).v);
-      const __m512i b = _mm512_castps_si512(load_units<kFormat>(heads[1], head_dim, first / 2, n / 2).v);
+    int first = 0;
+    for (; first + 32 <= head_dim; first += 32) {
+      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, first / 2, 16).v);
+      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, first / 2, 16).v);
+      _mm512_storeu_si512(to + first, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(to + first + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+    if (first < head_dim) {
+      const int n = head_dim - first;
+      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, first / 2, n / 2).v);
+      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, first / 2, n / 2).v);
       _mm512_mask_storeu_epi32(to + first, F32::mask(least(n, 16)), _mm512_permutex2var_epi16(a, low, b));
       if (n > 16) _mm512_mask_storeu_epi32(to + first + 16, F32::mask(n - 16), _mm512_permutex2var_epi16(a, high, b));
     }
   }
 
  private:
-  // Integers of eight bits and fewer are exact in bfloat16.
-  static F32 joined(__m512 low, __m512 high) {
-    return {_mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high, low))};
-  }
-  // e4m3 in the low byte of each word -> bfloat16. The product of bfloat16 takes subnormals as 0: e4m3's own are looked
-  // up, the others' exponents moved.
-  static __m512i float8_to_bf16(__m512i codes) {
-    const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-    const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), codes), 8);
-    __m512i moved = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-    // m · 2^-9 for m from 0 to 7
-    const __m512i subnormal = _mm512_set4_epi32(0x3c603c40, 0x3c203c00, 0x3bc03b80, 0x3b000000);
-    moved = _mm512_mask_permutexvar_epi16(moved, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude,
-                                          subnormal);
-    moved = _mm512_mask_mov_epi16(moved, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)),
-                                  _mm512_set1_epi16(0x7fc0));
-    return _mm512_or_si512(moved, sign);
+  static __m512i float8_to_bf16(__m256i e4m3) {
+    // Eight of them in each lane, for unpacking. A look-up does not see the sign.
+    const __m512i spread = _mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3);
+    const __m512i codes = _mm512_permutexvar_epi64(spread, _mm512_castsi256_si512(e4m3));
+    const __m512i high = _mm512_ternarylogic_epi32(kHighOfMagnitude[codes], codes, _mm512_set1_epi8(-128), 0xf8);  // a | b & c
+    return _mm512_unpacklo_epi8(kLowOfMagnitude[codes], high);
   }
   static __m512i lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 };

@@ -68,12 +68,12 @@ def defined(queries, keys, values, before, window, scale, softcap):
 @given(
     isa=st.sampled_from(ISAS),
     sequences=st.lists(
-        st.tuples(st.sampled_from([1, 1, 2, 5, 33]), st.sampled_from([0, 3, 15, 16, 40, 63, 64, 255, 256, 700])),
+        st.tuples(st.sampled_from([1, 1, 2, 5, 33]), st.sampled_from([0, 3, 15, 16, 40, 63, 64, 255, 256, 319, 700])),
         min_size=1,
         max_size=4,
     ),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (8, 1), (32, 8)]),
-    head_dim=st.sampled_from([8, 12, 64, 80, 128]),
+    head_dim=st.sampled_from([8, 12, 64, 80, 128, 192]),
     window=st.sampled_from([None, None, 1, 7, 64, 300]),
     block_tokens=st.sampled_from([1, 4, 16, 24]),
     softcap=st.sampled_from([None, 0.5, 20.0]),
@@ -126,6 +126,35 @@ def test_attention_equals_float64(
     alone = AttentionMetadata([0, 1], [lengths[row]], table[row : row + 1], slots, block_tokens, window)
     again = attention(queries[last : last + 1], 1, store, attention.prepare(alone), 0.3, softcap)
     assert torch.equal(again[0], made[last])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("peak", [0.02, 0.125, 1.0])  # of the softmax: nearly flat to nearly one key's
+def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, peak):
+    """Queries and weights become integers beside 8-bit K and V: what that adds, beyond rounding the result to bfloat16,
+    is below a fiftieth of the error that K and V in this dtype have."""
+    native.force_isa(isa)
+    length, new, heads, kv_heads, head_dim = 1500, 4, 9, 3, 64
+    store, table = make_store([length], kv_heads, head_dim, None, 16, kv_dtype, False, 0)
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(new, heads, head_dim, generator=generator).bfloat16()
+    keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator).bfloat16()
+    slots = slots_of(table[0], torch.arange(length), 16)
+    store.write(1, keys, values, slots)
+    stored = [
+        part.codec.decode(part.payload[slots.block, slots.offset], part.scales[slots.block, slots.offset], torch.float32)
+        for part in store.parts(1)
+    ]
+    metadata = AttentionMetadata([0, new], [length], table, slots, 16, None)
+    attention = NativeAttention()
+    made = attention(queries, 1, store, attention.prepare(metadata), peak)
+    exact = defined(queries, keys, values, length - new, None, peak, None)
+    rounded = defined(queries, *stored, length - new, None, peak, None)
+    of_codec = float((rounded - exact).norm())
+    of_result = float((rounded.bfloat16().double() - rounded).norm())
+    added = max(0.0, float((made.double() - rounded).norm()) ** 2 - of_result**2) ** 0.5
+    assert added < of_codec / 50
 
 
 @settings(max_examples=40, deadline=None)
