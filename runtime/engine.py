@@ -245,7 +245,7 @@ def _build(config: EngineConfig) -> Engine:
     policy = StepPolicy(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        drafts=DraftTerms(num_tokens=speculation.num_tokens if speculation is not None and not adapts else 0),
+        drafts=DraftTerms(num_tokens=0 if speculation is None else speculation.num_tokens),
         num_lookahead_tokens=worker.num_lookahead_tokens,
     )
     pacer = slo_policy = draft_policy = pace = None

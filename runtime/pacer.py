@@ -44,8 +44,7 @@ class Pacer:
             scheduler.abort(late.request.request_id)
             outputs += [self._shed(name, late) for name in late.request.names]
         policy = self.most if self.slo is None else self.slo.next_step(scheduler)
-        has_room = policy.max_num_batched_tokens == self.most.max_num_batched_tokens  # for no prompt waits
-        if self._drafts is not None and has_room:
+        if self._drafts is not None:
             policy = self._drafts.next_step(policy, scheduler)
         scheduler.policy = policy
         return outputs

@@ -60,8 +60,10 @@ class SloPolicy:
         """By who runs and who waits as it is now."""
         decoding = [len(one.token_ids) for one in scheduler.running if _num_left(one) == 1]
         prompts = [one for one in scheduler.running if _num_left(one) > 1]
-        if self._tpot_s == float("inf") or not (prompts or scheduler.waiting):
-            return self.most
+        if not (prompts or scheduler.waiting):
+            return msgspec.structs.replace(self.most, drafts=self._drafts(scheduler, decoding))
+        if self._tpot_s == float("inf"):
+            return msgspec.structs.replace(self.most, drafts=DraftTerms())
         waiting = list(islice(scheduler.waiting, max(0, self.most.max_num_seqs - len(scheduler.running))))
         budget = self.most.max_num_batched_tokens
         if decoding:
@@ -72,8 +74,23 @@ class SloPolicy:
             self.most,
             max_num_seqs=max(1, len(scheduler.running) + self._admissible(scheduler, waiting)),
             max_num_batched_tokens=budget,
-            drafts=DraftTerms() if budget < self.most.max_num_batched_tokens else self.most.drafts,  # prompts need it
+            drafts=DraftTerms(),  # prompts need the time
         )
+
+    def _drafts(self, scheduler: "Scheduler", decoding: Sequence[int]) -> DraftTerms:
+        """What is guessed in a step without a prompt, so that it keeps the promise if no guess is right: the step's
+        time is that of its decodes, of the guesses that it verifies, and of guessing anew."""
+        terms = self.most.drafts
+        if self._tpot_s == float("inf") or not terms.num_tokens or not decoding:
+            return terms
+        cost = self.model.cost
+        left_s = self.step_limit_s - cost.step_s(_decodes(decoding))
+        row_s = cost.token_s + cost.sequence_s + cost.pair_s * sum(decoding) / len(decoding)
+        num_tokens = terms.num_tokens
+        if row_s > 0.0:
+            num_tokens = min(num_tokens, int(max(0.0, left_s) / (row_s * len(decoding))))
+        verified_s = row_s * sum(len(one.draft_token_ids) for one in scheduler.running)
+        return msgspec.structs.replace(terms, num_tokens=num_tokens, most_s=max(0.0, left_s - verified_s))
 
     def most_decodes(self, context: int) -> int:
         """Sequences of `context` tokens that can decode beside the smallest chunk, at least 1."""

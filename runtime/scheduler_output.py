@@ -40,6 +40,7 @@ class DraftTerms(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0  # for each request that decodes, at most; 0: no speculation
     least_chance: float = 0.0  # that a draft has to be right, to be worth verifying
     token_s: float = 0.0  # what a token more is worth: so long may a sure guess of one take; 0: no price
+    most_s: float = float("inf")  # that guessing may take of this step, beside which somebody waits for his next token
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):

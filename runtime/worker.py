@@ -86,8 +86,6 @@ class Worker:
             self.rank.collectives,
             stage=self.stage,
         )
-        if config.slo is not None and config.speculation is not None and config.speculation.method != "ngram":
-            raise InputError("--draft-model: --slo does not plan for what a drafter takes; leave one of them out")
         self.drafter = DraftWorker.of(self)
         self._check_draft_layers()
         self.cached = with_drafter_layers(self.architecture, self.drafter and self.drafter.architecture)

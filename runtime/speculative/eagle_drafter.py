@@ -45,8 +45,8 @@ class EagleDrafter(PassDrafter[_Text]):
         text.draft = self._guesser.begin(request, max(0, min(item.max_draft_tokens, text.num_slots - known + 1)))
         return text
 
-    def _catch_up(self, texts: Sequence[_Text], terms: DraftTerms) -> list[_Text]:
-        left, spans = pass_drafter.CATCH_UP_TOKENS, []
+    def _catch_up(self, texts: Sequence[_Text], most_tokens: int, terms: DraftTerms) -> list[_Text]:
+        left, spans = most_tokens, []
         for text in texts:
             # The last pair of a prompt waits for the token that follows it.
             last = len(text.draft.view.token_ids) - 1 - text.num_computed

@@ -5,6 +5,7 @@ tree that the paper builds of each head's likeliest tokens the likeliest chain i
 """
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,9 +115,10 @@ class MedusaDrafter:
         ]
 
     def _guess(self, drafts: Sequence[Draft], terms: DraftTerms) -> None:
+        began_s = time.perf_counter()
         for head in self._heads:
             drafts = self._guesser.worth_more(drafts, self._price, terms)
-            if not drafts:
+            if not drafts or not self._price.fits(terms.most_s - (time.perf_counter() - began_s)):
                 return
             with self._price.timed():
                 logits = head(torch.stack([draft.view.hidden[-1] for draft in drafts]))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
-from llmq.runtime.speculative import pass_drafter
 from llmq.runtime.speculative.draft_pass import DraftPasses, Span
 from llmq.runtime.speculative.guesses import Guess, Guesser
 from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
@@ -37,8 +36,8 @@ class ModelDrafter(PassDrafter[Followed]):
         text.draft = self._guesser.begin(request, count, request.token_ids[:end])
         return text
 
-    def _catch_up(self, texts: Sequence[Followed], terms: DraftTerms) -> list[Followed]:
-        left, spans, ready = pass_drafter.CATCH_UP_TOKENS, [], []
+    def _catch_up(self, texts: Sequence[Followed], most_tokens: int, terms: DraftTerms) -> list[Followed]:
+        left, spans, ready = most_tokens, [], []
         for text in texts:
             known = len(text.draft.view.token_ids)
             num_new = min(left, min(text.num_slots, known) - text.num_computed)

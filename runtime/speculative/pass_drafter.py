@@ -1,5 +1,6 @@
 """PassDrafter: what drafters with layers of their own have in common."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +54,15 @@ class PassDrafter(ABC, Generic[Text]):
         if self._price.is_worth_it(sum(text.draft.count > 0 for text in texts), self._guesser.first_chance, terms):
             # Of what is complete and not guessed on, as a beam, nothing is needed.
             followed = [t for t, item in zip(texts, items, strict=True) if item.max_draft_tokens or not item.samples]
-            current = self._catch_up(followed, terms)
+            began_s = time.perf_counter()
+            known = sum(text.num_computed for text in followed)
+            most = self._price.tokens_within(terms.most_s, CATCH_UP_TOKENS)
+            current = self._catch_up(followed, most, terms)
+            took_s = time.perf_counter() - began_s
+            self._price.observe(sum(text.num_computed for text in followed) - known, took_s)
             while current := self._worth_more(current, terms):
+                if not self._price.fits(terms.most_s - (time.perf_counter() - began_s)):
+                    break
                 with self._price.timed():
                     self._guess(current, terms)
         return [text.draft.worth for text in texts]
@@ -64,8 +72,8 @@ class PassDrafter(ABC, Generic[Text]):
         """A request as it is after its step, with a draft to be filled."""
 
     @abstractmethod
-    def _catch_up(self, texts: Sequence[Text], terms: DraftTerms) -> list[Text]:
-        """Compute what is new of each text, as much as one step allows. Returned: whom that completes, with a guess."""
+    def _catch_up(self, texts: Sequence[Text], most_tokens: int, terms: DraftTerms) -> list[Text]:
+        """Compute what is new of each text, `most_tokens` in all. Returned: whom that completes, with a guess."""
 
     @abstractmethod
     def _guess(self, texts: Sequence[Text], terms: DraftTerms) -> None:

@@ -35,10 +35,15 @@ class DraftPolicy:
         self._seen = (0, 0)
 
     def next_step(self, policy: StepPolicy, scheduler: "Scheduler") -> StepPolicy:
-        """`policy` with drafts. What a step guesses the next one verifies: for whoever runs now, or is about to."""
+        """`policy` with drafts, at most its own. What a step guesses the next one verifies: for whoever runs now, or is
+        about to."""
         self._follow(scheduler, sum(one.num_tokens - one.num_computed_tokens == 1 for one in scheduler.running))
+        if not policy.drafts.num_tokens:
+            return policy
         running = scheduler.running or islice(scheduler.waiting, policy.max_num_seqs)
-        return msgspec.structs.replace(policy, drafts=self.terms([one.num_tokens for one in running]))
+        terms, limit = self.terms([one.num_tokens for one in running]), policy.drafts
+        terms = msgspec.structs.replace(terms, num_tokens=min(terms.num_tokens, limit.num_tokens), most_s=limit.most_s)
+        return msgspec.structs.replace(policy, drafts=terms)
 
     def terms(self, contexts: list[int]) -> DraftTerms:
         """Where sequences of `contexts` tokens, one at least, decode at once."""

@@ -106,9 +106,9 @@ def test_one_runs_however_tight_the_promise_is():
 def test_without_a_promise_of_tpot_the_numbers_stay_as_they_are():
     served = Served("ttft=1s")
     served.add("a", 600)
-    assert served.policy.next_step(served.scheduler) is MOST
+    assert served.policy.next_step(served.scheduler) == MOST
     idle = Served("tpot=50ms")
-    assert idle.policy.next_step(idle.scheduler) is MOST
+    assert idle.policy.next_step(idle.scheduler) == MOST
 
 
 def test_a_slower_machine_gets_smaller_steps():

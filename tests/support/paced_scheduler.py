@@ -18,9 +18,9 @@ MOST = StepPolicy(max_num_seqs=32, max_num_batched_tokens=256)
 class Served:
     """A scheduler whose policy is set before each step, as the engine does it."""
 
-    def __init__(self, slo: str, *, enable_prefix_caching: bool = False) -> None:
-        self.policy = SloPolicy(Slo.parse(slo), MOST, StepCostModel(COST))
-        self.scheduler = Scheduler(KVCacheManager(LAYOUT, 1024, enable_prefix_caching), MOST, [2], 4096)
+    def __init__(self, slo: str, *, enable_prefix_caching: bool = False, most: StepPolicy = MOST) -> None:
+        self.policy = SloPolicy(Slo.parse(slo), most, StepCostModel(COST))
+        self.scheduler = Scheduler(KVCacheManager(LAYOUT, 1024, enable_prefix_caching), most, [2], 4096)
 
     def add(self, name: str, num_prompt_tokens: int, *, max_tokens: int = 50, arrival: float = 0.0, n: int = 1) -> None:
         self.scheduler.add_request(

@@ -1,13 +1,13 @@
 """When speculation is worth it: by simulation against the best fixed number of drafts."""
 
+import msgspec
 import pytest
 from drafters import KnowingDrafter, use
 from engine_driver import greedy, run_all
-from paced_scheduler import LAYOUT, MOST, Served
+from paced_scheduler import COST, LAYOUT, MOST, Served
 
-from llmq.profiles.errors import InputError
 from llmq.profiles.slo import Slo
-from llmq.profiles.step_cost import StepCost, StepCostModel
+from llmq.profiles.step_cost import StepCost, StepCostModel, StepShape
 from llmq.runtime.config import Speculation
 from llmq.runtime.kv_manager import KVCacheManager
 from llmq.runtime.pacer import Pacer
@@ -16,6 +16,7 @@ from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import DraftTerms, RequestResult, StepResult
+from llmq.runtime.speculative.pass_price import PassPrice
 from llmq.runtime.speculative.policy import DraftPolicy
 
 READS_WEIGHTS = StepCost(fixed_s=0.010, token_s=0.0005, sequence_s=0.0001, context_token_s=0.0, pair_s=0.0)
@@ -26,7 +27,7 @@ NUM_STEPS = 150
 def tokens_per_second(cost: StepCost, batch: int, chance: float, num_drafts: int | None) -> float:
     """Of requests whose drafts are right with `chance` each, one after the other. None: DraftPolicy decides."""
     model, now_s = StepCostModel(cost), 0.0
-    drafts = DraftTerms(num_tokens=num_drafts or 0)
+    drafts = DraftTerms(num_tokens=8 if num_drafts is None else num_drafts)
     most = StepPolicy(max_num_seqs=64, max_num_batched_tokens=4096, drafts=drafts)
     policy = DraftPolicy(8, model) if num_drafts is None else None
     pacer = Pacer(model, most, lambda: now_s, drafts=policy)
@@ -83,9 +84,10 @@ def test_adaptive_speculation_in_an_engine_changes_no_token(tiny_llama, make_eng
 
 
 def test_under_an_slo_nothing_is_guessed_while_a_prompt_waits_for_its_part_of_the_step():
-    served = Served("tpot=60ms")
+    most = msgspec.structs.replace(MOST, drafts=DraftTerms(num_tokens=8))
+    served = Served("tpot=60ms", most=most)
     drafts = DraftPolicy(8, served.policy.model)
-    pacer = Pacer(served.policy.model, MOST, lambda: 0.0, slo=served.policy, drafts=drafts)
+    pacer = Pacer(served.policy.model, most, lambda: 0.0, slo=served.policy, drafts=drafts)
     served.add("a", 8)
     served.step()
     pacer.begin_step(served.scheduler)
@@ -108,8 +110,53 @@ def test_under_an_slo_a_fixed_number_is_guessed_as_asked(tiny_llama, make_engine
     assert engine.stats().accepted_draft_tokens == engine.stats().draft_tokens > 0
 
 
-def test_heads_and_models_that_guess_are_refused_under_an_slo(tiny_llama, make_engine, tmp_path):
-    for method in ("draft", "eagle", "medusa"):
-        speculation = Speculation(method=method, draft_model=str(tmp_path))
-        with pytest.raises(InputError, match="--slo does not plan for what a drafter takes"):
-            make_engine(tiny_llama(), speculation=speculation, slo=Slo.parse("tpot=10s"))
+def under_slo(slo: str, *, count: int = 2, num_drafts: int = 0) -> DraftTerms:
+    """What is guessed where `count` sequences decode, which verify `num_drafts` guesses each."""
+    most = msgspec.structs.replace(MOST, drafts=DraftTerms(num_tokens=8))
+    served = Served(slo, most=most)
+    for index in range(count):
+        served.add(str(index), 8)
+    served.step()
+    for request in served.scheduler.running:
+        request.draft_token_ids = [9] * num_drafts
+    return served.policy.next_step(served.scheduler).drafts
+
+
+def test_under_an_slo_guessing_has_the_time_that_the_step_leaves():
+    free, busy = under_slo("tpot=200ms"), under_slo("tpot=200ms", num_drafts=4)
+    assert free.num_tokens == 8
+    row_s = COST.token_s + COST.sequence_s + COST.pair_s * 9
+    assert free.most_s - busy.most_s == pytest.approx(8 * row_s)
+    assert 0.0 < busy.most_s < free.most_s < 0.2
+    assert under_slo("tpot=200ms", count=6).most_s < free.most_s
+    assert under_slo("ttft=5s").most_s == float("inf")
+    tight = COST.step_s(StepShape.decode(1, 9)) + 2.5 * row_s  # two rows more, and no third
+    tight *= Served("tpot=1s").policy.spread
+    assert under_slo(f"tpot={1000 * tight}ms", count=1).num_tokens == 2
+
+
+def test_a_pass_that_does_not_fit_is_not_begun_and_tried_again_later():
+    price = PassPrice()
+    assert price.tokens_within(1.0, 512) == 32  # nothing is known yet
+    price.observe(1, 0.010)
+    price.observe(100, 0.110)
+    assert price.tokens_within(0.0605, 512) == 50
+    assert price.tokens_within(float("inf"), 512) == 512
+    assert price.tokens_within(0.0, 512) == 0
+    assert any(price.fits(0.005) for _ in range(100))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_under_an_slo_models_guess_within_their_time(tiny_llama, make_engine, adaptive):
+    folder, given = tiny_llama(), [[5 + index, 9, 13, 5 + index, 9] for index in range(3)]
+    plain = run_all(make_engine(folder), given, greedy(40))
+    for chosen in ({"draft_model": str(folder)}, {"draft_layers": 1}):
+        speculation = Speculation(method="draft", num_tokens=3, adaptive=adaptive, **chosen)
+        engine = make_engine(folder, speculation=speculation, slo=Slo.parse("tpot=100s"))
+        made = run_all(engine, given, greedy(40))
+        assert [one.token_ids for one in made] == [one.token_ids for one in plain]
+        assert engine.stats().draft_tokens > 0
+        engine.pacer.slo._tpot_s = 0.0  # no time is left beside a step
+        before = engine.stats().draft_tokens
+        assert [one.token_ids for one in run_all(engine, given, greedy(40))] == [one.token_ids for one in plain]
+        assert engine.stats().draft_tokens == before
