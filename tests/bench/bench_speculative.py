@@ -18,6 +18,7 @@ batch 1 and against itself without; its PYTHON is that of `install.sh llamacpp` 
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -370,12 +371,13 @@ def report(arguments: argparse.Namespace, made: dict[tuple[str, int], list[Piece
 
 def prepare(arguments: argparse.Namespace) -> None:
     """What is made once, and not measured: copies in fewer bits, packed weights, and llama.cpp's file."""
-    engines = Engines(arguments, find_model(arguments.model))
-    for method in engines.methods:
-        engines.of(method)
     if arguments.gguf is not None and not arguments.gguf.exists():
         with console.progress() as progress:
             package_gguf(arguments.model, arguments.gguf, progress)
+    folder = find_model(arguments.model)
+    for method in Engines(arguments, folder).methods:
+        Engines(arguments, folder).of(method)  # one at a time: weights that are packed now are not mapped yet
+        gc.collect()
 
 
 def main(argv: bench_report.Arguments = None) -> dict:
