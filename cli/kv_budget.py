@@ -13,7 +13,7 @@ from llmq.profiles.units import parse_tokens
 
 if TYPE_CHECKING:
     from llmq.profiles.architecture import ModelArchitecture
-    from llmq.profiles.budget import Budget
+    from llmq.profiles.budget import Budget, Memory
     from llmq.profiles.kv_spec import KVCacheLayout
     from llmq.profiles.users import Users
     from llmq.profiles.weight_size import WeightSize
@@ -34,6 +34,7 @@ def kv_budget(
         float | None, typer.Option(help="Share of the GPU that is used.  [default: 0.9]", show_default=False)
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Stages of a pipeline, each of as many ranks as --tp says.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, fp32, fp8, int8 or int4.")] = "auto",
     kv_scales: Annotated[str, typer.Option(help="Scales of a quantized KV-cache: auto, static, dynamic.")] = "auto",
     weights: Annotated[str | None, typer.Option(help="bf16, fp8, int8, w4, w4g64, or bytes: 40GiB.")] = None,
@@ -83,6 +84,10 @@ def kv_budget(
         raise InputError("--explain is for reading, --json for programs: give one of them")
     if lengths and not (gpu or memory or kv_cache_memory):
         raise InputError("--lengths asks how many fit: give a memory with it, as --gpu h100 or --memory 80GiB")
+    if plot and pp > 1:
+        raise InputError("--plot draws the memory of ranks that hold the same: leave it or --pp away")
+    if pp > 1 and (draft_model or draft_quant):
+        raise InputError("a drafter does not run beside the stages of a pipeline: leave it or --pp away")
     version = parse_engine(engine)
     flags = MemoryFlags(gpu, memory, kv_cache_memory, gpu_memory_utilization, devices)
     if version is None and calibrate:
@@ -96,6 +101,7 @@ def kv_budget(
             "--plot": plot,
             "--draft-model": draft_model,
             "--draft-quant": draft_quant,
+            "--pp": pp > 1,
         }
         if given := [flag for flag, value in own.items() if value]:
             raise InputError(f"{given[0]} is about llmq's own cache: leave it or --engine {engine} away")
@@ -162,6 +168,13 @@ def kv_budget(
             ranks=tp,
         ),
     )
+    if pp > 1:
+        from llmq.cli.kv_budget_stages import with_stages
+
+        def memory_beside(weight_bytes: int) -> "Memory | None":
+            return flags.memory(sizes.num_bytes if sizes else 0, tp * pp, weight_bytes)
+
+        budget = with_stages(budget, pp, path, dtypes, memory_beside, as_stored=weights is None)
     users = _users(budget, lengths)
     if as_json:
         console.print_json(budget_json(model, budget, users))

@@ -13,14 +13,15 @@ if TYPE_CHECKING:  # it brings numpy
 
 def explain_budget(budget: Budget) -> None:
     """The arithmetic of one rank, a line a number, to stdout."""
-    console.heading("How it is computed, on one rank" if budget.ranks > 1 else "How it is computed")
+    where = f", on a rank of stage {budget.stage}" if budget.stages else ", on one rank" if budget.ranks > 1 else ""
+    console.heading(f"How it is computed{where}")
     console.print_notes([*_explain_kv(budget), *_explain_weights(budget), *_explain_memory(budget)])
 
 
 def _explain_kv(budget: Budget) -> list[str]:
     layout, arch, tokens = budget.layout, budget.architecture, budget.num_tokens
     lines = []
-    for group in layout.groups:
+    for group in layout.held_groups:
         spec, layers = group.spec, len(group.layers)
         heads = f"{spec.num_kv_heads} KV head{'s' * (spec.num_kv_heads > 1)}"
         if budget.ranks > 1:
@@ -50,6 +51,8 @@ def _explain_weights(budget: Budget) -> list[str]:
         return []
     parts = [f"weights, {what}: {num_bytes:,} B" for what, num_bytes in budget.weights.parts]
     split = f" / {budget.ranks} ranks = {format_bytes(budget.rank_weight_bytes)}" if budget.ranks > 1 else ""
+    if budget.stages:
+        split = f", on a rank of stage {budget.stage}: {budget.rank_weight_bytes:,} B"
     return [*parts, f"weights: {budget.weights.num_bytes:,} B{split}"]
 
 
@@ -87,6 +90,17 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
         "num_tokens": budget.num_tokens,
         "tensor_parallel": budget.ranks,
         "valid_tensor_parallel": list(budget.valid_ranks),
+        "pipeline_parallel": max(1, len(budget.stages)),
+        "stages": [
+            {
+                "layers": list(stage.layers),
+                "weight_bytes": stage.weight_bytes or None,
+                "bytes_per_token": stage.layout.bytes_per_token,
+                "block_bytes": stage.layout.block_bytes,
+                "reserved_bytes": stage.layout.reserved_bytes(budget.num_tokens, budget.step_tokens),
+            }
+            for stage in budget.stages
+        ],
         "per_rank": {
             "payload_bytes_per_token": layout.payload_bytes_per_token,
             "scale_bytes_per_token": layout.scale_bytes_per_token,
@@ -100,9 +114,9 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
             "block_bytes": layout.block_bytes,
         },
         "total": {
-            "bytes_per_token": layout.bytes_per_token * budget.ranks,
-            "sequence_bytes": budget.sequence_bytes * budget.ranks,
-            "sequence_bytes_without_gqa": budget.without_gqa_bytes(),
+            "bytes_per_token": budget.bytes_per_token,
+            "sequence_bytes": budget.needed_bytes(budget.num_tokens) + budget.ranks * layout.state_bytes,
+            "sequence_bytes_without_gqa": None if budget.stages else budget.without_gqa_bytes(),
             "weight_bytes": budget.weights.num_bytes if budget.weights else None,
         },
         "weights": budget.weights.how if budget.weights else None,
@@ -112,7 +126,7 @@ def budget_json(model: str, budget: Budget, users: "Users | None") -> dict[str, 
                 "layers": len(group.layers),
                 "bytes_per_token": group.bytes_per_token,
             }
-            for group in layout.groups
+            for group in layout.held_groups
         ],
         "drafter": {"layers": budget.drafter_layers, "bytes_per_token": budget.drafter_bytes_per_token}
         if budget.drafter_layers

@@ -33,18 +33,19 @@ class MemoryFlags:
         if self.devices and self.gpu in (None, "auto"):
             raise InputError("--devices names GPUs: give the name of one with it, as --gpu h100")
 
-    def memory(self, all_weight_bytes: int, ranks: int) -> "Memory | None":
-        """The one memory of a rank that was named, or None. `all_weight_bytes`: of all ranks."""
+    def memory(self, all_weight_bytes: int, ranks: int, rank_weight_bytes: int | None = None) -> "Memory | None":
+        """The one memory of a rank that was named, or None. `all_weight_bytes`: of all ranks; `rank_weight_bytes`: of
+        this one, None: evenly split."""
         from llmq.profiles import budget
         from llmq.runtime.memory import GPU_SHARE
 
-        weight_bytes = -(-all_weight_bytes // ranks)
+        weight_bytes = -(-all_weight_bytes // ranks) if rank_weight_bytes is None else rank_weight_bytes
         if self.kv_cache_memory:
             return budget.kv_cache_memory(parse_bytes(self.kv_cache_memory))
         if self.size:
             return budget.whole_memory("memory", parse_bytes(self.size), weight_bytes)
         if self.gpu == "auto":
-            return _this_machine(self.share, all_weight_bytes, ranks)
+            return _this_machine(self.share, all_weight_bytes, ranks, weight_bytes)
         if self.gpu:
             name, num_bytes = self.whole_memory()
             return budget.gpu_memory(name, num_bytes, self.share or GPU_SHARE, weight_bytes)
@@ -69,14 +70,13 @@ class MemoryFlags:
         return smallest.name, smallest.memory_bytes
 
 
-def _this_machine(share: float | None, all_weight_bytes: int, ranks: int) -> "Memory":
+def _this_machine(share: float | None, all_weight_bytes: int, ranks: int, weight_bytes: int) -> "Memory":
     from llmq.profiles import budget, machine
     from llmq.runtime.memory import CPU_SHARE, GPU_SHARE
 
     if gpus := machine.gpus():
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-        each = -(-all_weight_bytes // ranks)
-        return budget.gpu_memory(smallest.name, smallest.memory_bytes, share or GPU_SHARE, each)
+        return budget.gpu_memory(smallest.name, smallest.memory_bytes, share or GPU_SHARE, weight_bytes)
     if share is not None:
         raise InputError("--gpu-memory-utilization: --gpu auto finds no GPU on this machine")
     name = f"free RAM (no GPU; KV gets {CPU_SHARE:.0%}{', all ranks together' if ranks > 1 else ''})"

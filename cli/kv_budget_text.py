@@ -18,12 +18,16 @@ def print_budget(model: str, budget: Budget, users: "Users | None", ctx: str | N
     """The table and its remarks, to stdout. `ctx`: the length as the user wrote it."""
     console.heading(f"{model}: {_describe(budget.architecture)}; KV-cache in {_dtype(budget).name}")
     columns = ["", ">"] if budget.ranks == 1 else ["", ">one rank", f">all {budget.ranks} ranks"]
+    if budget.stages:
+        columns = ["", f">a rank of stage {budget.stage}"]
     rows = [*_kv_rows(budget), []]
     if budget.memory:
         rows += _memory_rows(budget)
         rows += _user_rows(budget, users)
     console.print_table(None, columns, rows)
-    console.print_notes([*_notes(budget, users, ctx), *_user_notes(users)])
+    if budget.stages:
+        console.print_table(f"Each of {budget.num_ranks} ranks", *_stage_table(budget))
+    console.print_notes([*_stage_notes(budget), *_notes(budget, users, ctx), *_user_notes(users)])
 
 
 def _dtype(budget: Budget) -> KVDtype:
@@ -43,12 +47,37 @@ def _describe(arch: ModelArchitecture) -> str:
     return f"{words}, {kv_heads} KV head{'s' * (kv_heads > 1)}, {widths}"
 
 
+def _num_alike(budget: Budget) -> int:
+    """Ranks that hold the same as the one that is shown, beside which a column says what they hold together."""
+    return 1 if budget.stages else budget.ranks
+
+
+def _stage_table(budget: Budget) -> tuple[list[str], list[list[str]]]:
+    columns = ["stage", "layers", ">weights", ">KV of one token", f">of {budget.num_tokens:,} tokens, in blocks"]
+    rows = []
+    for number, stage in enumerate(budget.stages):
+        reserved = stage.layout.reserved_bytes(budget.num_tokens, budget.step_tokens)
+        weights = format_bytes(stage.weight_bytes) if stage.weight_bytes else "not known"
+        layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
+        rows.append([str(number), layers, weights, _in_bytes(stage.layout.bytes_per_token), format_bytes(reserved)])
+    return columns, rows
+
+
+def _stage_notes(budget: Budget) -> list[str]:
+    if not budget.stages:
+        return []
+    notes = ["All ranks hold equally many blocks: as many as fit beside the weights of the stage that is shown."]
+    if budget.architecture.tie_word_embeddings:
+        notes.append("The head is the embedding: the first stage holds it, and the last one again.")
+    return notes
+
+
 def _row(what: str, num_bytes: int, ranks: int, form: Callable[[int], str]) -> list[str]:
     return [what, form(num_bytes)] if ranks == 1 else [what, form(num_bytes), form(num_bytes * ranks)]
 
 
 def _kv_rows(budget: Budget) -> list[list[str]]:
-    layout, arch, ranks = budget.layout, budget.architecture, budget.ranks
+    layout, arch, ranks = budget.layout, budget.architecture, _num_alike(budget)
     form = format_bytes_exact if ranks == 1 else format_bytes  # three columns leave no room for both
     rows = [
         _row("KV of one token, payload", layout.payload_bytes_per_token, ranks, _in_bytes),
@@ -69,7 +98,7 @@ def _kv_rows(budget: Budget) -> list[list[str]]:
         rows.append(_row(f"  in whole blocks, {held}", budget.reserved_bytes, ranks, form))
     if budget.uniform_bytes != budget.sequence_bytes:
         rows.append(_row("  if no layer had a window", budget.uniform_bytes, ranks, form))
-    without = budget.without_gqa_bytes()
+    without = None if budget.stages else budget.without_gqa_bytes()
     if without is not None and arch.num_kv_heads < arch.num_attention_heads:
         rows.append(_row(f"  without GQA ({arch.num_attention_heads} KV heads)", without // ranks, ranks, form))
     if budget.weights:
@@ -81,7 +110,7 @@ def _by_kind(budget: Budget) -> list[tuple[str, int]]:
     """(which layers, bytes that a token takes in them); none where all are of one kind and keep every token."""
     arch, layout = budget.architecture, budget.layout
     rows = []
-    for group in layout.groups:
+    for group in layout.held_groups:
         kind = arch.attention[group.layers[0]].kind
         number = len(group.layers)
         rows.append((f"{number} layer{'s' * (number > 1)}, {kind}", group.bytes_per_token))
@@ -105,7 +134,7 @@ def _in_bytes(num_bytes: int) -> str:
 
 
 def _memory_rows(budget: Budget) -> list[list[str]]:
-    memory, layout, ranks = budget.memory, budget.layout, budget.ranks
+    memory, layout, ranks = budget.memory, budget.layout, _num_alike(budget)
     rows = [_row(memory.name, memory.num_bytes, ranks, format_bytes_both)]
     if memory.holds_weights:
         rows.append(_row("  weights", budget.rank_weight_bytes, ranks, format_bytes_both))
@@ -126,7 +155,7 @@ def _memory_rows(budget: Budget) -> list[list[str]]:
 
 def _once(budget: Budget, what: str, value: str) -> list[str]:
     """A row of what is counted once, however many ranks there are."""
-    return [what, *[""] * (budget.ranks > 1), value]
+    return [what, *[""] * (_num_alike(budget) > 1), value]
 
 
 def _user_rows(budget: Budget, users: "Users | None") -> list[list[str]]:
@@ -151,10 +180,10 @@ def _user_notes(users: "Users | None") -> list[str]:
 
 
 def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
-    layout, arch, dtype, notes = budget.layout, budget.architecture, _dtype(budget), []
+    arch, dtype, notes = budget.architecture, _dtype(budget), []
     if ctx and ctx.strip().lower().endswith(("k", "m")):
         decimal = int(float(ctx.strip()[:-1]) * (1000 if ctx.strip().lower().endswith("k") else 1_000_000))
-        size = format_bytes(layout.needed_bytes(decimal) * budget.ranks)
+        size = format_bytes(budget.needed_bytes(decimal))
         notes.append(f"{ctx} is read as {budget.num_tokens:,} tokens (k = 1024); {decimal:,} tokens take {size}.")
     if arch.not_run:
         notes.append(f"serve does not run this model: it has {arch.not_run}. Blocks are those of llmq's allocator.")
@@ -182,7 +211,7 @@ def _notes(budget: Budget, users: "Users | None", ctx: str | None) -> list[str]:
     elif budget.memory.kv_cache_bytes < 0:
         lacking = format_bytes(-budget.memory.kv_cache_bytes)
         notes.append(
-            f"The weights alone are {lacking} too large for it: more ranks (--tp) or fewer bits (--weights w4)."
+            f"The weights alone are {lacking} too large for it: more ranks (--tp, --pp) or fewer bits (--weights w4)."
         )
     elif budget.margin_bytes is not None and budget.step.num_bytes > budget.margin_bytes:
         notes.append(

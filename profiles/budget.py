@@ -40,6 +40,16 @@ def kv_cache_memory(num_bytes: int) -> Memory:
 
 
 @dataclass(frozen=True)
+class StageBudget:
+    """What a rank of a pipeline's stage holds: of layers [layers[0], layers[1]), and of what lies before the first of
+    all or behind the last."""
+
+    layers: tuple[int, int]
+    layout: KVCacheLayout
+    weight_bytes: int  # 0: not known
+
+
+@dataclass(frozen=True)
 class Budget:
     """What sequences of `num_tokens` tokens take, and how many a memory holds.
 
@@ -55,6 +65,8 @@ class Budget:
     memory: Memory | None = None
     most_blocks: int | None = None  # that the runtime takes of it, however much there is; None: all
     step: StepMemory | None = None  # what a step computes with, beside weights and blocks
+    stages: tuple[StageBudget, ...] = ()  # of a pipeline
+    stage: int = 0  # the one with room for the fewest blocks, whose `architecture`, `layout` and `memory` these are
     valid_ranks: tuple[int, ...] = (1,)  # that the model can be split into
     drafter_layers: int = 0  # the last ones of `architecture`: of a model that guesses for it
 
@@ -62,7 +74,27 @@ class Budget:
     def rank_weight_bytes(self) -> int:
         """Evenly split, 0 where it is not known. What ranks hold twice (norms, a KV head that several share) is below a
         thousandth."""
+        if self.stages:
+            return self.stages[self.stage].weight_bytes
         return -(-self.weights.num_bytes // self.ranks) if self.weights else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.ranks * max(1, len(self.stages))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """On all ranks."""
+        return self.ranks * sum(one.bytes_per_token for one in self._layouts)
+
+    def needed_bytes(self, num_tokens: int) -> int:
+        """What the mathematics needs for a sequence's tokens on all ranks, beside its state."""
+        return self.ranks * sum(one.needed_bytes(num_tokens) for one in self._layouts)
+
+    @property
+    def _layouts(self) -> list[KVCacheLayout]:
+        return [stage.layout for stage in self.stages] or [self.layout]
 
     @property
     def margin_bytes(self) -> int | None:

@@ -137,6 +137,11 @@ class KVCacheLayout:
         return [groups[layer] for layer in range(len(groups))]
 
     @property
+    def held_groups(self) -> tuple[KVCacheGroup, ...]:
+        """Those that have layers here."""
+        return tuple(group for group in self.groups if group.layers)
+
+    @property
     def payload_bytes_per_token(self) -> int:
         return sum(group.payload_bytes_per_token for group in self.groups)
 
