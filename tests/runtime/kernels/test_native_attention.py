@@ -142,10 +142,8 @@ def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, pea
     keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator).bfloat16()
     slots = slots_of(table[0], torch.arange(length), 16)
     store.write(1, keys, values, slots)
-    stored = [
-        part.codec.decode(part.payload[slots.block, slots.offset], part.scales[slots.block, slots.offset], torch.float32)
-        for part in store.parts(1)
-    ]
+    at = (slots.block, slots.offset)
+    stored = [part.codec.decode(part.payload[at], part.scales[at], torch.float32) for part in store.parts(1)]
     metadata = AttentionMetadata([0, new], [length], table, slots, 16, None)
     attention = NativeAttention()
     made = attention(queries, 1, store, attention.prepare(metadata), peak)
