@@ -243,9 +243,12 @@ def loaded_engine(folder: Path, plan: ModelPlan, machine: Machine) -> Iterator[A
         max_num_batched_tokens=plan.step_tokens,
         kv_cache_memory_bytes=machine.kv_cache_bytes,
         enable_prefix_caching=False,
+        overlap_steps=True,  # as on a GPU
     )
     try:
-        with patch("llmq.runtime.weights.TensorReader", partial(RandomTensors, device=machine.device)):
+        reader = partial(RandomTensors, device=machine.device)
+        # A CPU's packed weights are kept beside files that this model has not.
+        with patch("llmq.runtime.weights.TensorReader", reader), patch("llmq.runtime.weights.native", None):
             engine = Engine.from_config(config)
     except (InputError, torch.OutOfMemoryError) as error:
         raise NotTimedError(str(error)[:200]) from None
