@@ -1,8 +1,9 @@
 // linear() by the vectors of one instruction set.
 //
-// Few rows go straight through the packed lines, several blocks of outputs at once. More rows share what unpacking
-// costs: some blocks' lines are unpacked for a stretch of the input that stays in the second-level cache, and tiles of
-// rows go through it. Both form each output in the same order, so that a row's numbers do not depend on its neighbours.
+// Few rows go straight through the packed lines, several blocks of outputs at once; some more in one or two tiles,
+// block by block. Many rows share what unpacking costs: some blocks' lines are unpacked for a stretch of the input that
+// stays in the second-level cache, and tiles of rows go through it. All form each output in the same order, so that a
+// row's numbers do not depend on its neighbours.
 
 #include <immintrin.h>
 
@@ -32,6 +33,9 @@ constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
 constexpr int64_t kRowsOfTask = 192;  // that share it
 // Lines are fetched while those of the blocks before are worked on, or where these are long a little ahead of their own.
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchAhead = 2048;
+
+// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
+constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
 
 constexpr int64_t line_bytes(Numbers numbers) {  // of 8 inputs and kLane outputs
   return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int4 ? 64 : 128;
@@ -73,6 +77,16 @@ struct Rows {
   const uint16_t* x;
   int64_t stride;
 };
+
+// Elements from row to row of `count`: an odd number of cache lines, so that a tile of rows does not fall into one set
+// of the first-level cache.
+template <class Item>
+constexpr int64_t padded_stride(int64_t count) {
+  constexpr int64_t kItems = 64 / sizeof(Item);
+  return ((count + kItems - 1) / kItems | 1) * kItems;
+}
+// Whether rows do: there are 64 sets of 8 lines.
+constexpr bool share_a_set(int64_t stride_bytes) { return stride_bytes % 2048 == 0; }
 
 // x in the order of the weight's columns, filled up with zeros, as floats.
 void gather(const PackedWeight& w, const uint16_t* x, float* to) {
@@ -211,11 +225,12 @@ float* row_of_floats(const PackedWeight& w) {
 ExactInput prepare_exact(const PackedWeight& w, Rows rows, int64_t num_rows, InputMemory& memory) {
   const bool needs_sums = w.zeros || w.offsets;
 #ifdef __AVX512BF16__
-  if (!needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0) {
+  const bool are_apart = num_rows <= kFewRows || !share_a_set(rows.stride * 2);
+  if (!needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0 && are_apart) {
     return {reinterpret_cast<const InputPair*>(rows.x), rows.stride / 2, nullptr};
   }
 #endif
-  const int64_t stride = w.padded_in() / 2, groups = w.num_groups();
+  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 2), groups = w.num_groups();
   auto* items = memory.items.get<InputPair>(num_rows * stride);
   float* sums = needs_sums ? memory.sums.get<float>(num_rows * groups) : nullptr;
   for_rows(num_rows, [&](int64_t row) {
@@ -235,7 +250,7 @@ ScaledInput prepare_scaled(const PackedWeight& w, Activations activations, Rows 
     for (int64_t index = 0; index < num_rows * groups; index++) scales[index] = 1;
     return {x.items, x.stride, scales, nullptr};
   }
-  const int64_t stride = w.padded_in() / 2;
+  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 2);
   auto* items = memory.items.get<InputPair>(num_rows * stride);
   for_rows(num_rows, [&](int64_t row) {
     float* x = row_of_floats(w);
@@ -247,7 +262,7 @@ ScaledInput prepare_scaled(const PackedWeight& w, Activations activations, Rows 
 
 RoundedInput prepare_rounded(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows,
                              InputMemory& memory) {
-  const int64_t stride = w.padded_in() / 4, groups = w.num_groups();
+  const int64_t stride = padded_stride<int32_t>(w.padded_in() / 4), groups = w.num_groups();
   auto* items = memory.items.get<int32_t>(num_rows * stride);
   auto* sums = memory.sums.get<float>(num_rows * groups);
   auto* scales = memory.scales.get<float>(num_rows * groups);
@@ -339,8 +354,8 @@ template <>
 struct KindOf<ExactInput> {
   using Weight = Pair;
   using Sum = Floats;
-  static constexpr int kTileRows = kExactTileRows, kGroupedTileRows = kExactTileRows;
-  static constexpr bool kHoldsTotals = false;
+  static constexpr int kTileRows = kExactTileRows, kGroupedTileRows = kExactGroupedTileRows;
+  static constexpr bool kHoldsTotals = kExactHoldsTotals;
   static constexpr int64_t kWeightBytes = kPairBytes;
 };
 template <>
@@ -409,6 +424,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
   }
   for (int64_t group = 0, step = 0; group < groups; group++) {
     Sum sums[kRows][kBlocks];
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
       for (auto& sum : sums[r]) sum = begin_sum(x, (row + r) * groups + group);
     }
@@ -424,7 +440,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
         expand<kNumbers>(p, weights);
 #pragma GCC unroll 4
         for (int i = 0; i < kItems; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 12
           for (int r = 0; r < kRows; r++) sums[r][b] = add_product(sums[r][b], weights[i], items + r * x.stride + i);
         }
       }
@@ -437,6 +453,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       } else {
         const GroupScale scale = load_group(w, block + b, group);
         prefetch_group(w, block + b + kBlocks, group);
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
           const int64_t index = (row + r) * groups + group;
           totals[r][b] = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, totals[r][b]);
@@ -445,6 +462,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       }
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; r++) {
     for (int b = 0; b < kBlocks; b++) sink.put(row + r, block + b, totals[r][b]);
   }
@@ -460,6 +478,28 @@ void few_rows_of(const PackedWeight& w, const Input& x, int64_t row, const Sink&
     const int64_t last = min(end * kBlocks, w.num_blocks());
     for (; block + kBlocks <= last; block += kBlocks) few_rows<kNumbers, kRows, kBlocks>(w, x, row, block, sink);
     for (; block < last; block++) few_rows<kNumbers, kRows, 1>(w, x, row, block, sink);
+  });
+}
+
+// Some more rows: in tiles, one block of outputs after the other. Unpacking a line once for each tile costs less than
+// to write it down and read it again, which is what many rows share.
+template <Numbers kNumbers, int kRows, class Input>
+void few_rows_of_block(int rows, const PackedWeight& w, const Input& x, int64_t row, int64_t block, const Sink& sink) {
+  if (rows == kRows) return few_rows<kNumbers, kRows, 1>(w, x, row, block, sink);
+  if constexpr (kRows < kDirectTileRows) few_rows_of_block<kNumbers, kRows + 1>(rows, w, x, row, block, sink);
+}
+
+template <Numbers kNumbers, class Input>
+void some_rows(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
+  const int64_t tiles = (num_rows + kDirectTileRows - 1) / kDirectTileRows;
+  const int64_t grain = max(1, w.num_blocks() / (8 * thread_pool().num_threads()));
+  thread_pool().parallel_for(w.num_blocks(), grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t block = begin; block < end; block++) {
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t first = num_rows * t / tiles, rows = num_rows * (t + 1) / tiles - first;
+        few_rows_of_block<kNumbers, kFewRows>(static_cast<int>(rows), w, x, first, block, sink);
+      }
+    }
   });
 }
 
@@ -495,7 +535,7 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
   using Weight = typename KindOf<Input>::Weight;
   const typename Input::Item* items = x.items + row * x.stride + first_item;
   const uint8_t* weights = panel.weights;
-  // A group of integers ends after few products: what they are added to stays in registers, if there are any left.
+  // A group ends after few products: what they are added to stays in registers, if there are any left.
   constexpr bool kHolds = !kOneGroup && KindOf<Input>::kHoldsTotals;
   Floats held[kHolds ? kRows : 1][kBlocks];
   if constexpr (kHolds) {
@@ -729,8 +769,12 @@ void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& si
     case 2: return few_rows_of<kNumbers, 2>(w, x, 0, sink);
     case 3: return few_rows_of<kNumbers, 3>(w, x, 0, sink);
     case 4: return few_rows_of<kNumbers, 4>(w, x, 0, sink);
-    default: return many_rows<kNumbers>(w, x, num_rows, sink);
+    default: break;
   }
+  if constexpr (!kIsUnpacked<kNumbers, Input> && kDirectTileRows > kFewRows) {
+    if (num_rows <= direct_tiles(kNumbers) * kDirectTileRows) return some_rows<kNumbers>(w, x, num_rows, sink);
+  }
+  many_rows<kNumbers>(w, x, num_rows, sink);
 }
 
 void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows, const Sink& sink) {

@@ -9,7 +9,8 @@ struct Ints {
 
 constexpr int kExactTileRows = 6, kRoundedTileRows = 4, kTileBlocks = 1;
 constexpr int kRoundedGroupedTileRows = 4;
-constexpr bool kRoundedHoldsTotals = false;
+constexpr bool kRoundedHoldsTotals = false, kExactHoldsTotals = false;
+constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 1;  // 16 registers hold no more
 constexpr int kFewRowsBlocks[] = {0, 2, 1, 1, 1};
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

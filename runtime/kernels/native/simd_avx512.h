@@ -8,7 +8,12 @@ using Ints = __m512i;
 // they are integers.
 constexpr int kExactTileRows = 12, kRoundedTileRows = 12, kTileBlocks = 2;
 constexpr int kRoundedGroupedTileRows = 6;
-constexpr bool kRoundedHoldsTotals = true;
+constexpr bool kRoundedHoldsTotals = true, kExactHoldsTotals = true;
+#ifdef __AVX512BF16__
+constexpr int kExactGroupedTileRows = 7, kDirectTileRows = 12;
+#else
+constexpr int kExactGroupedTileRows = 6, kDirectTileRows = 8;
+#endif
 // Blocks that few rows go through at once, by rows: enough independent sums to hide a product's latency.
 constexpr int kFewRowsBlocks[] = {0, 6, 3, 2, 2};
 
