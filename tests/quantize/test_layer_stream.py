@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.families import FAMILIES
 from llmq.quantize.experts import UnfusedExperts
-from llmq.quantize.layer_stream import LayerStream, TensorReader, experts_of
+from llmq.quantize.layer_stream import LayerStream, TensorReader, experts_of, served_dtype
 from llmq.quantize.mappings import mappings_of
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -28,6 +28,7 @@ CASES = [
     ("mixtral", MOE),
     ("qwen3_moe", {**MOE, "moe_intermediate_size": 32, "mlp_only_layers": [0]}),
 ]
+DTYPES = ("bfloat16", "float16")
 SAMPLES = [list(range(5, 25)), [7, 300, 9], list(range(100, 120))]
 
 
@@ -54,6 +55,33 @@ def test_the_stream_computes_what_the_whole_model_does(tmp_path, model_type, cha
     for ours, ids in ((long[0], SAMPLES[0]), (long[1], SAMPLES[2]), (short[0], SAMPLES[1])):
         theirs = model.model(torch.tensor([ids])).last_hidden_state[0]
         torch.testing.assert_close(model.model.norm(ours), theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("model_type", "changes"), CASES, ids=str)
+def test_a_layer_as_served_is_the_layer_but_for_the_rounding_of_its_products(tmp_path, model_type, changes):
+    folder = save_tiny_model(tmp_path, model_type, dtype="bfloat16", **changes)
+    stream = LayerStream(read_checkpoint(folder), torch.device("cpu"))
+    stream.served_dtype = torch.bfloat16  # on machines without such products too
+    hidden = torch.randn(2, 12, stream.checkpoint.architecture.hidden_size)
+    with stream.layer(0) as layer:
+        seen = []
+        linear = next(module for module in layer.modules() if isinstance(module, torch.nn.Linear))
+        linear.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+        exact, served = stream.run(0, layer, hidden), stream.run_as_served(0, layer, hidden)
+        assert seen == [torch.float32, torch.bfloat16]
+        assert served.dtype == torch.float32
+        # Of the median token: a router's near tie may send one to another expert.
+        assert 0 < float(((served - exact).norm(dim=-1) / (exact - hidden).norm(dim=-1)).median()) < 0.02
+
+
+def test_only_a_bf16_checkpoint_is_calibrated_in_bf16(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("llmq.quantize.layer_stream.cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    bf16, fp16 = (read_checkpoint(save_tiny_model(tmp_path / dtype, "llama", dtype=dtype)) for dtype in DTYPES)
+    assert (served_dtype(bf16, cpu), served_dtype(fp16, cpu)) == (torch.bfloat16, torch.float32)
+    monkeypatch.setattr("llmq.quantize.layer_stream.cpu_flags", lambda: frozenset({"avx2"}))
+    assert served_dtype(bf16, cpu) == torch.float32
 
 
 def test_every_family_is_streamed():
