@@ -92,6 +92,8 @@ class Measuring:
         """Measure every format, put rows and recommendation into `result`, and return the exit code. After Ctrl-C what
         was measured so far is shown."""
         rows = [self._row(name) for name in self._formats(weights)]
+        for row in rows:
+            self._check_made(row)
         result["measured"] = []
         try:
             for row in rows:
@@ -129,20 +131,35 @@ class Measuring:
 
     def _measure(self, row: Row, lengths: "Lengths") -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        method = _METHODS[row.weights]
-        if method is not None:
-            words = ["quantize", self.model, *method, *self._calibration(row.weights), "--no-proof", "-o", row.model]
-            if (Path(row.model) / "config.json").exists():
+        is_original = _METHODS[row.weights] is None
+        if not is_original:
+            options = self._options(row)
+            words = ["quantize", self.model, *options, "--no-proof", "-o", row.model]
+            if _is_made(row):
                 row.commands.append(shlex.join(["llmq", *words]))
             else:
+                # Before the checkpoint appears, so that none is ever there without its own.
+                _record(row).write_text(shlex.join(options) + "\n", encoding="utf-8")
                 self._llmq(row, *words)
-        if method is not None and not self._is_ours(row):
-            raise FailedError(f"{row.model} is there and not made of {self.model}: another --work, or remove it")
         self._load(row, lengths)
-        self._prove(row, is_original=method is None)
+        self._prove(row, is_original=is_original)
 
-    def _calibration(self, weights: str) -> list[str]:
-        return shlex.split(self.quantize_options or "") if weights in _CALIBRATED else []
+    def _options(self, row: Row) -> list[str]:
+        """Of `llmq quantize`, all that the checkpoint depends on but the model."""
+        own = shlex.split(self.quantize_options or "") if row.weights in _CALIBRATED else []
+        return [*_METHODS[row.weights], *own]
+
+    def _check_made(self, row: Row) -> None:
+        """Raises FailedError for a checkpoint of an earlier run that is not what this one would make."""
+        if _METHODS[row.weights] is None or not _is_made(row):
+            return
+        if not self._is_ours(row):
+            raise FailedError(f"{row.model} is there and not made of {self.model}: another --work, or remove it")
+        record, asked = _record(row), shlex.join(self._options(row))
+        made = record.read_text(encoding="utf-8").strip() if record.is_file() else None
+        if made != asked:
+            how = "with options that are not recorded" if made is None else f"by llmq quantize {made}"
+            raise FailedError(f"{row.model} was made {how}, not by {asked}: another --work, or remove it")
 
     def _is_ours(self, row: Row) -> bool:
         from llmq.profiles.checkpoint import find_model
@@ -216,6 +233,15 @@ class Measuring:
             "drop",
         ]
         console.print_table(None, columns, [_cells(row) for row in rows])
+
+
+def _is_made(row: Row) -> bool:
+    return (Path(row.model) / "config.json").exists()
+
+
+def _record(row: Row) -> Path:
+    """Beside a checkpoint that was made here: the options that it was made with."""
+    return Path(f"{row.model}.options")
 
 
 def _fixed(lengths: "Lengths") -> list[str]:

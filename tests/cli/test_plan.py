@@ -198,6 +198,24 @@ def test_what_was_made_by_an_earlier_run_is_taken_again(tiny, tmp_path, verbs):
         measured(tiny, tmp_path)
 
 
+def test_a_checkpoint_made_with_other_options_is_refused_before_anything_is_measured(tiny, tmp_path, verbs):
+    _, calls = verbs
+    few = ("--quantize-options", "--samples 8")
+    measured(tiny, tmp_path, *few)
+    assert (tmp_path / "work" / "tiny-w4.options").read_text() == "--awq --samples 8\n"
+    assert (tmp_path / "work" / "tiny-fp8.options").read_text() == "--fp8\n"  # which takes no calibration
+    calls.clear()
+    assert measured(tiny, tmp_path, *few)[0] == 0
+    assert "quantize" not in [words[0] for words in calls]
+    calls.clear()
+    with pytest.raises(FailedError, match=r"tiny-w4 was made by llmq quantize --awq --samples 8, not by --awq:"):
+        measured(tiny, tmp_path)
+    (tmp_path / "work" / "tiny-w4.options").unlink()
+    with pytest.raises(FailedError, match="not recorded"):
+        measured(tiny, tmp_path, *few)
+    assert not calls
+
+
 def test_none_that_keeps_both_is_exit_code_1(tiny, tmp_path, verbs):
     answers, _ = verbs
     for known in answers.values():
