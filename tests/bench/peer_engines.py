@@ -15,8 +15,7 @@ from kept_pieces import Piece
 from llmq.profiles.checkpoint import find_model
 
 HERE = Path(__file__).parent
-MODEL = "smollm2-135m"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_NAME = "model.gguf"
 LONG = 8184  # the model's context is 8,192: room for what is generated
 
 
@@ -27,7 +26,7 @@ class Engine:
     name: str
     title: str
     group: str
-    model: str  # in the folder --work, or the alias MODEL
+    model: str  # in the folder --work; empty: the model itself
     weights: str
     one_process: bool = False  # for all works: it takes minutes to start
 
@@ -35,12 +34,12 @@ class Engine:
 ENGINES = (
     Engine("llmq", "llmq", "", "llmq-int4", "int4, groups of 64"),
     Engine("llmq-int8", "llmq, int8 activations", "", "llmq-int4", "int4, groups of 64"),
-    Engine("llmq-gguf", "llmq, llama.cpp's file", "", GGUF_NAME, "Q4_1"),
-    Engine("llamacpp", "llama.cpp", "llamacpp", GGUF_NAME, "Q4_1"),
+    Engine("llmq-gguf", "llmq, llama.cpp's file", "", GGUF_NAME, "blocks of the GGUF"),
+    Engine("llamacpp", "llama.cpp", "llamacpp", GGUF_NAME, "blocks of the GGUF"),
     Engine("openvino-int4", "OpenVINO", "openvino", "openvino-int4", "int4, groups of 64"),
     Engine("openvino-fp16", "OpenVINO", "openvino", "openvino-fp16", "fp16"),
-    Engine("vllm", "vLLM", "vllm", MODEL, "bf16", one_process=True),
-    Engine("transformers", "transformers", "transformers", MODEL, "bf16"),
+    Engine("vllm", "vLLM", "vllm", "", "bf16", one_process=True),
+    Engine("transformers", "transformers", "transformers", "", "bf16"),
 )
 
 
@@ -83,7 +82,7 @@ class Worker:
     def __init__(self, engine: Engine, row: Row, arguments: argparse.Namespace) -> None:
         streams, context = (64, LONG + 8) if engine.one_process else row.made_for
         script = arguments.scripts / f"peer_{engine.group}.py" if engine.group else HERE / "peer_llmq.py"
-        model = find_model(MODEL) if engine.model == MODEL else arguments.work / engine.model
+        model = arguments.work / engine.model if engine.model else find_model(arguments.model)
         worker = [HERE / "peer_worker.py", arguments.scripts, context, script]
         # transformers' script has no limit of streams to be told.
         told = [] if engine.group == "transformers" else [streams]

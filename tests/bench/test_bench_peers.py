@@ -6,7 +6,9 @@ import shutil
 import sys
 
 import bench_peers
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from llmq.runtime.kernels import native, why_absent
 
@@ -32,6 +34,17 @@ def llama_init_from_model(model, params):
 """
 
 
+def write_gguf(path):
+    """An embedding that is not the head: 1,000 bytes are read for a token."""
+    writer = GGUFWriter(path, "llama")
+    for name, num_bytes in (("token_embd.weight", 512), ("output.weight", 600), ("output_norm.weight", 400)):
+        writer.add_tensor(name, np.zeros(num_bytes // 4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.fixture
 def bench(shared, tiny_llama, tmp_path, monkeypatch):
     """bench(*options) -> the figures by (row, engine)."""
@@ -42,7 +55,7 @@ def bench(shared, tiny_llama, tmp_path, monkeypatch):
     (scripts / "peer_llamacpp.py").write_text(PEER)
     (scripts / "llama_cpp.py").write_text(LLAMA_CPP)
     (peers / "llamacpp" / "bin" / "python").symlink_to(sys.executable)
-    (work / bench_peers.GGUF_NAME).write_bytes(bytes(1000))
+    write_gguf(work / bench_peers.GGUF_NAME)
     (work / "llmq-int4").symlink_to(tiny_llama(max_position_embeddings=1024, dtype="bfloat16"))
     monkeypatch.setenv("PEER_VOCAB", "500")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
