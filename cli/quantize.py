@@ -12,8 +12,8 @@ from llmq.cli.quantize_search import Search
 from llmq.profiles.errors import InputError
 
 if TYPE_CHECKING:
-    from llmq.quantize.bit_search import Goal
-    from llmq.quantize.calibration import CalibrationSet
+    from llmq.quantize.bit_search import Goal, SearchSpace
+    from llmq.quantize.calibration import CalibrationSet, Texts
     from llmq.quantize.preflight import Plan
     from llmq.quantize.recipe import Recipe
     from llmq.quantize.report import QuantizationReport
@@ -96,15 +96,17 @@ def quantize(
     with console.progress() as progress:
         source = read_checkpoint(find_model(model, progress=progress))
     plan = preflight(source, chosen, out, device)
+    space = None if goal is None else _search_space(plan, goal)
+    texts = _read_texts(plan, calib, seq_len) if chosen.is_calibrated else None
     device = _resolve_device(device)
-    calibration = _load_calibration(plan, calib, samples, seq_len) if chosen.is_calibrated else None
+    calibration = _calibration(plan, texts, samples, seq_len) if texts is not None else None
     _announce(plan, reason, calibration, device, goal)
-    doubts = _warn_of(plan, calibration)
+    doubts = _warn_of(plan, calibration, device)
     run = partial(_run, calibration=calibration, device=device, restart=restart)
     if goal is None:
         report = run(plan)
     else:
-        report = Search.of(plan, goal, device).run(calibration, run, restart=restart)
+        report = Search(plan, space, goal, device).run(calibration, run, restart=restart)
     if proof and report.proof is None:
         report = prove(report, plan.out, device)
     for warning in report.warnings:
@@ -147,6 +149,14 @@ def _goal(
     return goal
 
 
+def _search_space(plan: "Plan", goal: "Goal") -> "SearchSpace":
+    from llmq.quantize.bit_search import check_goal, search_space
+
+    space = search_space(plan)
+    check_goal(plan, space, goal)
+    return space
+
+
 def _run(plan: "Plan", calibration: "CalibrationSet | None", device: str, restart: bool) -> "QuantizationReport":
     from llmq.quantize.pipeline import quantize_model
     from llmq.quantize.preflight import work_path
@@ -168,9 +178,13 @@ def _check_device_name(device: str) -> None:
 
 
 def _resolve_device(device: str) -> str:
-    """The device to compute on. Imports torch: called after all that can be refused without it."""
-    if device == "cpu":
-        return device
+    """The device to compute on. Where there may be a GPU it imports torch: called after all that is refused without."""
+    from llmq.profiles.machine import may_have_gpu
+
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+        return "cpu"
+    if not may_have_gpu():
+        raise InputError(f"--device {device}: this machine has no driver of a GPU")
     import torch
 
     if device == "auto":
@@ -202,15 +216,21 @@ def _refuse_unused_calibration(recipe: "Recipe", calib: str | None, samples: int
         raise InputError(f"{' and '.join(unused)} with --{recipe.method}, which is not calibrated: leave out")
 
 
-def _load_calibration(plan: "Plan", calib: str | None, samples: int | None, seq_len: int | None) -> "CalibrationSet":
-    from llmq.quantize.calibration import BUILTIN, check_source, load_calibration, load_tokenizer
+def _read_texts(plan: "Plan", calib: str | None, seq_len: int | None) -> "Texts":
+    from llmq.quantize.calibration import BUILTIN, read_texts
 
     longest = plan.source.architecture.max_position_embeddings
     if seq_len is not None and seq_len > longest:
         raise InputError(f"--seq-len {seq_len}: the model reads at most {longest} tokens")
-    check_source(calib or BUILTIN)
+    return read_texts(calib or BUILTIN)
+
+
+def _calibration(plan: "Plan", texts: "Texts", samples: int | None, seq_len: int | None) -> "CalibrationSet":
+    from llmq.quantize.calibration import load_calibration, load_tokenizer
+
+    longest = plan.source.architecture.max_position_embeddings
     return load_calibration(
-        calib or BUILTIN,
+        texts,
         load_tokenizer(plan.source.path),
         num_samples=samples or DEFAULT_SAMPLES,
         seq_len=seq_len or min(DEFAULT_SEQ_LEN, longest),
@@ -223,6 +243,7 @@ def _announce(
     """Every choice, resolved, before the work starts."""
 
     recipe, left = plan.recipe, plan.selection.left_alone
+    peak = _peak_memory(plan, calibration)
     scheme = [
         f"method      {recipe.traits.title}, {recipe.bits} bits ({reason})",
         f"scheme      {plan.scheme_name}",
@@ -240,7 +261,12 @@ def _announce(
         f"model       {plan.source.path}",
         f"targets     {len(plan.targets)} linears; {len(left)} left in {plan.dtype}: {_shortened(list(left))}",
         *([f"KV-cache    {recipe.kv}, a calibrated scale for K and one for V of each layer"] if recipe.kv else []),
-        f"backend     {recipe.backend}, written as {recipe.format}",
+        f"backend     {recipe.backend}, written as {recipe.format}, which {', '.join(plan.loaders)} load",
+        *(
+            []
+            if peak is None
+            else [f"memory      about {console.format_bytes(peak)} at most, beside the program itself"]
+        ),
         f"device      {device}",
         f"output      {plan.out}{size}",
     ]
@@ -255,11 +281,26 @@ def _announce(
         console.status(row)
 
 
-def _warn_of(plan: "Plan", calibration: "CalibrationSet | None") -> list[str]:
+def _peak_memory(plan: "Plan", calibration: "CalibrationSet | None") -> int | None:
+    from llmq.quantize.backends.registry import OWN
+    from llmq.quantize.sizes import peak_memory
+
+    if plan.recipe.backend != OWN:
+        return None
+    num_tokens = 0 if calibration is None else calibration.num_tokens
+    return peak_memory(plan.source, plan.targets, plan.settings, num_tokens)
+
+
+def _warn_of(plan: "Plan", calibration: "CalibrationSet | None", device: str) -> list[str]:
     """Say before the work what is doubtful about it."""
+    from llmq.profiles import machine
     from llmq.quantize.pipeline import calibration_warnings
 
     warnings = [*plan.warnings, *calibration_warnings(plan, calibration)]
+    peak, free = _peak_memory(plan, calibration), machine.available_memory_bytes()
+    if device == "cpu" and peak is not None and peak > free:
+        needed, there = console.format_bytes(peak), console.format_bytes(free)
+        warnings.append(f"this takes about {needed} of memory for the largest layer, and {there} are free here")
     for warning in warnings:
         console.warn(warning)
     return warnings
@@ -270,6 +311,7 @@ def _shortened(names: list[str], most: int = 4) -> str:
 
 
 def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
+    from llmq.profiles.units import format_share
     from llmq.quantize.report import REPORT_FILE
     from llmq.quantize.report_html import REPORT_PAGE
 
@@ -283,12 +325,11 @@ def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
         ["bits a weight", over_all],
     ]
     if errors := report.mean_output_error():
-        rows.append(
-            ["output error", f"{errors[0]:.2%} of the energy, mean of the linears (rounding alone: {errors[1]:.2%})"]
-        )
+        ours, plain = map(format_share, errors)
+        rows.append(["output error", f"{ours} of the energy, mean of the linears (rounding alone: {plain})"])
     elif report.linears:
         mean = sum(entry.weight_error for entry in report.linears) / len(report.linears)
-        rows.append(["weight error", f"{mean:.2%} of the energy, mean of the linears"])
+        rows.append(["weight error", f"{format_share(mean)} of the energy, mean of the linears"])
     rows.append(["time", console.format_duration(report.duration_s)])
     rows.append(["report", f"{plan.out / REPORT_FILE}, and as a page: {REPORT_PAGE}"])
     console.print_table(f"{plan.out}: {report.scheme}", ["", ""], rows)
@@ -297,7 +338,8 @@ def _print_report(plan: "Plan", report: "QuantizationReport") -> None:
         console.status(f"{count} scale mappings skipped: {name}")
     worst = sorted(report.linears, key=lambda entry: entry.output_error or entry.weight_error, reverse=True)[:3]
     if worst:
-        console.status("largest error: " + ", ".join(f"{e.name} {e.output_error or e.weight_error:.2%}" for e in worst))
+        listed = ", ".join(f"{one.name} {format_share(one.output_error or one.weight_error)}" for one in worst)
+        console.status(f"largest error: {listed}")
 
 
 def _skip_reasons(report: "QuantizationReport") -> dict[str, int]:

@@ -35,13 +35,6 @@ class Search:
     goal: "Goal"
     device: str
 
-    @classmethod
-    def of(cls, plan: "Plan", goal: "Goal", device: str) -> "Search":
-        """Raises InputError for a plan that leaves nothing to choose."""
-        from llmq.quantize.bit_search import search_space
-
-        return cls(plan, search_space(plan), goal, device)
-
     def run(self, calibration: "CalibrationSet", run: Run, *, restart: bool = False) -> "QuantizationReport":
         """Measure, choose and quantize until the goal is met. `run`: quantizes a plan. restart: from nothing, whatever
         an interrupted command kept."""

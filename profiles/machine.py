@@ -95,6 +95,15 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def may_have_gpu() -> bool:
+    """Whether the driver of a GPU that torch computes on is here, NVIDIA's or AMD's: told without importing torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
+
+
 class _NvmlMemory(ctypes.Structure):
     """nvmlMemory_v2_t, whose `used` leaves out what the driver reserves."""
 

@@ -57,6 +57,11 @@ def format_bytes_both(count: int) -> str:
     return f"{format_bytes(count)} ({count / 10**9:,.1f} GB)"
 
 
+def format_share(share: float) -> str:
+    """`1.23%`, `0.00321%`: three digits, however small."""
+    return f"{100 * share:.3g}%"
+
+
 def format_count(number: int, noun: str) -> str:
     """1 request, 2 requests."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DEFAULT_MEMORY_BYTES = 512 * 2**20
+from llmq.quantize.sizes import DEFAULT_MEMORY_BYTES
+
 # Offsets in the file are multiples of a page: a mapped tensor is aligned as an allocated one, so that products of it
 # come out the same to the last bit wherever it lies.
 _PAGE_BYTES = 4096

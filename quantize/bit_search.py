@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from llmq.profiles.errors import InputError
 from llmq.quantize.backends.registry import OWN
 from llmq.quantize.bit_allocation import Allocation, Unit, allocate, smallest_under
-from llmq.quantize.formats.scheme import WeightScheme
+from llmq.quantize.formats.legal import check_legal, check_together
+from llmq.quantize.formats.scheme import FormatError, WeightScheme
 from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import METHODS, LinearSettings, Recipe
+from llmq.quantize.sizes import DTYPE_BYTES, linear_bytes
 from llmq.quantize.targets import Target, fused_sets
 
 # Group sizes that a search chooses from: below 32 the scales cost more than they save.
@@ -97,17 +99,54 @@ def search_space(plan: Plan) -> SearchSpace:
     return SearchSpace(tuple(shared), settings)
 
 
+def check_goal(plan: Plan, space: SearchSpace, goal: Goal) -> None:
+    """Raise InputError for a size that no choice has, and FormatError for a format that holds no mixture of choices."""
+    check_together(
+        [scheme for shared in space.shared for scheme in shared.schemes.values()],
+        plan.recipe.format,
+        has_kv_scales=False,
+    )
+    if goal.bits is None:
+        return
+    least, most = (bound * 8 / _num_weights(plan) for bound in _bounds(plan, space))
+    if not least <= goal.bits <= most:
+        raise InputError(
+            f"--target {goal.bits:g}bits: these linears, in {_listed_bits(space)} bits with their scales, can be from "
+            f"{least:.3f} to {most:.3f} bits"
+        )
+
+
+def _bounds(plan: Plan, space: SearchSpace) -> tuple[int, int]:
+    """The least and the most bytes of all choices."""
+    element_bytes = DTYPE_BYTES[plan.dtype]
+    sizes = [
+        [
+            sum(linear_bytes(target, scheme, element_bytes, plan.recipe.format) for target in shared.targets)
+            for scheme in shared.schemes.values()
+        ]
+        for shared in space.shared
+    ]
+    return sum(map(min, sizes)), sum(map(max, sizes))
+
+
+def _listed_bits(space: SearchSpace) -> str:
+    bits = sorted({scheme.bits for shared in space.shared for scheme in shared.schemes.values()})
+    return " or ".join(map(str, bits))
+
+
+def _num_weights(plan: Plan) -> int:
+    return sum(target.out_features * target.in_features for target in plan.targets)
+
+
 def choose(plan: Plan, space: SearchSpace, units: Sequence[Unit], goal: Goal, correction: float = 1.0) -> Allocation:
     """The allocation for a goal. correction: measured damage over what the units' sum predicted, from an earlier try.
 
     Raises InputError where the goal cannot be reached, with what can.
     """
     if goal.bits is not None:
-        num_weights = sum(target.out_features * target.in_features for target in plan.targets)
-        found = allocate(units, goal.bits * num_weights / 8)
+        found = allocate(units, goal.bits * _num_weights(plan) / 8)
         if found is None:
-            least = sum(min(choice.num_bytes for choice in unit.choices) for unit in units) * 8 / num_weights
-            raise InputError(f"--target {goal.bits:g}bits: the least that these linears can be is {least:.3f} bits")
+            raise InputError(f"--target {goal.bits:g}bits: these linears cannot be so small")
         return found
     found = smallest_under(units, goal.max_kl / correction)
     if found is None:
@@ -140,13 +179,10 @@ def _groups(plan: Plan) -> list[list[Target]]:
 
 
 def _is_legal(plan: Plan, settings: LinearSettings, target: Target) -> bool:
-    from llmq.quantize.formats.registry import writer_for
-    from llmq.quantize.formats.scheme import FormatError
-
     if target.in_features % settings.group_size:
         return False
     try:
-        writer_for(plan.recipe.format).check(settings.scheme, (target.out_features, target.in_features))
+        check_legal(settings.scheme, plan.recipe.format, (target.out_features, target.in_features))
     except FormatError:
         return False
     return True

@@ -51,7 +51,7 @@ class CalibrationSet:
 
 
 @dataclass(frozen=True)
-class _Texts:
+class Texts:
     """A source, read: either one stream to cut, or records to keep apart."""
 
     name: str
@@ -60,19 +60,17 @@ class _Texts:
 
 
 def load_calibration(
-    source: str, tokenizer: Any, *, num_samples: int = 128, seq_len: int = 2048, seed: int = 0
+    source: str | Texts, tokenizer: Any, *, num_samples: int = 128, seq_len: int = 2048, seed: int = 0
 ) -> CalibrationSet:
     """Samples of at most `seq_len` tokens from `source`, at most `num_samples` of them, drawn with `seed`.
 
-    source: "builtin"; a .jsonl file (records of {"text"}, {"messages"} rendered with the chat template, or {"prompt"}
-    with an optional {"completion"}); any other file as one plain text, cut every `seq_len` tokens; or a `datasets` id,
-    ORG/NAME[:CONFIG[:SPLIT]], with the same columns as JSONL.
+    source: as `read_texts` takes it, or what it gave.
     tokenizer: a transformers tokenizer. Where it adds a BOS to a text, every sample begins with one.
     Raises InputError for a source that is missing, malformed or holds no token.
     """
     if num_samples < 1 or seq_len < 1:
         raise InputError(f"--samples {num_samples} --seq-len {seq_len}: both must be at least 1")
-    texts = _read_source(source)
+    texts = read_texts(source) if isinstance(source, str) else source
     bos = _bos_ids(tokenizer)
     if texts.records is None:
         tokenized, rendering = _cut_stream(_decode(texts.name, texts.raw), tokenizer, bos, seq_len)
@@ -117,28 +115,40 @@ def check_source(source: str) -> None:
         raise InputError(f"--calib {source}: the hub cannot be reached. Offline, use a file or '{BUILTIN}'")
 
 
-def _read_source(source: str) -> _Texts:
+def read_texts(source: str) -> Texts:
+    """The texts of "builtin"; of a .jsonl file (records of {"text"}, {"messages"} for the chat template, or {"prompt"}
+    with an optional {"completion"}); of any other file, as one plain text, to be cut; or of a `datasets` id,
+    ORG/NAME[:CONFIG[:SPLIT]], with the same columns as JSONL.
+
+    Of a file this imports nothing and takes no second. Raises InputError for one that is missing or malformed.
+    """
     check_source(source)
     if source == BUILTIN:
         title = f"{BUILTIN} (Python's language reference, calibration half)"
-        return _Texts(title, builtin_text("calibration").encode(), None)
+        return Texts(title, builtin_text("calibration").encode(), None)
     path = Path(source).expanduser()
     if not path.is_file():
         return _read_dataset(source)
     with open(path, "rb") as file:
-        raw = file.read(MAX_TEXT_BYTES)
+        raw = file.read(min(MAX_TEXT_BYTES, path.stat().st_size))  # as much is allocated as is asked for
     if path.suffix == ".jsonl":
-        return _Texts(path.name, raw, list(_parse_jsonl(path, raw)))
+        return Texts(path.name, raw, list(_parse_jsonl(path, raw)))
+    if path.suffix == ".json":
+        return Texts(path.name, raw, _parse_json(path, raw))
     _decode(path.name, raw)  # refused here, before a tokenizer is asked
-    return _Texts(path.name, raw, None)
+    return Texts(path.name, raw, None)
 
 
 def _decode(name: str, raw: bytes) -> str:
-    """UTF-8 text; of one that was cut at MAX_TEXT_BYTES the last character may be missing."""
+    """UTF-8 text, without the mark that some editors put first; of one cut at MAX_TEXT_BYTES the last character may be
+    missing."""
     try:
-        return raw.decode("utf-8", "strict" if len(raw) < MAX_TEXT_BYTES else "ignore")
+        text = raw.decode("utf-8-sig", "strict" if len(raw) < MAX_TEXT_BYTES else "ignore")
     except UnicodeDecodeError as error:
         raise InputError(f"--calib {name}: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
+    if (place := text.find("\0")) >= 0:
+        raise InputError(f"--calib {name}: no text, it holds a NUL (character {place:,})")
+    return text
 
 
 def _parse_jsonl(path: Path, raw: bytes) -> Iterator[Record]:
@@ -147,17 +157,48 @@ def _parse_jsonl(path: Path, raw: bytes) -> Iterator[Record]:
     for number, line in enumerate(lines[:-1] if is_cut else lines, 1):
         if not line.strip():
             continue
+        yield _checked(f"{path}, line {number}", _value(f"{path}, line {number}", line))
+
+
+def _parse_json(path: Path, raw: bytes) -> list[Record]:
+    """The records of one array."""
+    if len(raw) == MAX_TEXT_BYTES:
+        raise InputError(f"{path}: an array as large as this is not read: give .jsonl, a record a line")
+    found = _value(str(path), _decode(path.name, raw))
+    if not isinstance(found, list):
+        raise InputError(f"{path}: an array of records is expected, or .jsonl with a record a line, or .txt")
+    return [_checked(f"{path}, record {number}", record) for number, record in enumerate(found, 1)]
+
+
+def _value(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for a record") from None
+
+
+def _checked(where: str, record: Any) -> Record:
+    """A record that a sample can be made of."""
+    if not isinstance(record, dict) or (key := _text_key(record)) is None:
+        found = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise InputError(f'{where}: no "text", "messages" or "prompt" in it, but {found}')
+    if key == "messages":
+        if not isinstance(record[key], list) or not all(isinstance(message, dict) for message in record[key]):
+            raise InputError(f'{where}: "messages" is no list of messages')
+        return record
+    for name in (key, "completion") if key == "prompt" and record.get("completion") is not None else (key,):
+        if not isinstance(record[name], str):
+            raise InputError(f'{where}: "{name}" is {type(record[name]).__name__}, a string is expected')
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        if not isinstance(record, dict) or _text_key(record) is None:
-            found = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise InputError(f'{path}, line {number}: no "text", "messages" or "prompt" in it, but {found}')
-        yield record
+            record[name].encode()
+        except UnicodeEncodeError:
+            raise InputError(f'{where}: "{name}" holds half a character (a lone surrogate)') from None
+    return record
 
 
-def _read_dataset(source: str) -> _Texts:
+def _read_dataset(source: str) -> Texts:
     from datasets import load_dataset
 
     name, _, rest = source.partition(":")
@@ -178,7 +219,8 @@ def _read_dataset(source: str) -> _Texts:
     if not records or _text_key(records[0]) is None:
         found = sorted(records[0]) if records else "no row"
         raise InputError(f'--calib {source}: it needs a column "text", "messages" or "prompt", and has {found}')
-    return _Texts(source, "\n".join(json.dumps(r, default=str) for r in records).encode(), records)
+    records = [_checked(f"--calib {source}, row {number}", record) for number, record in enumerate(records, 1)]
+    return Texts(source, "\n".join(json.dumps(r, default=str) for r in records).encode(), records)
 
 
 def _text_key(record: Record) -> str | None:
@@ -193,7 +235,7 @@ def _bos_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _cut_stream(text: str, tokenizer: Any, bos: tuple[int, ...], seq_len: int) -> tuple[list[list[int]], str]:
-    ids = _encode(tokenizer, text)
+    ids = _encode(tokenizer, text) if text.strip() else []
     piece = max(seq_len - len(bos), 1)
     pieces = [[*bos, *ids[start : start + piece]] for start in range(0, len(ids), piece)]
     if len(pieces) > 1 and len(pieces[-1]) < seq_len:
@@ -201,9 +243,9 @@ def _cut_stream(text: str, tokenizer: Any, bos: tuple[int, ...], seq_len: int) -
     return pieces or [[]], "plain text, cut every {seq_len} tokens"
 
 
-def _render_records(texts: _Texts, tokenizer: Any, bos: tuple[int, ...]) -> tuple[list[list[int]], str]:
+def _render_records(texts: Texts, tokenizer: Any, bos: tuple[int, ...]) -> tuple[list[list[int]], str]:
     tokenized, kinds = [], set()
-    for record in texts.records or []:
+    for number, record in enumerate(texts.records or [], 1):
         key = _text_key(record)
         if key is None:
             tokenized.append([])
@@ -211,11 +253,10 @@ def _render_records(texts: _Texts, tokenizer: Any, bos: tuple[int, ...]) -> tupl
         kinds.add("chat template" if key == "messages" else "one text a record")
         if key == "messages":
             # The template writes its own BOS where the model has one.
-            tokenized.append(_encode(tokenizer, _render_chat(texts.name, tokenizer, record["messages"])))
+            where = f"{texts.name}, record {number}"
+            tokenized.append(_encode(tokenizer, _render_chat(where, tokenizer, record["messages"])))
             continue
         text = record[key] if key == "text" else f"{record['prompt']}{record.get('completion') or ''}"
-        if not isinstance(text, str):
-            raise InputError(f"{texts.name}: {key!r} is {type(text).__name__}, a string is expected")
         tokenized.append([*bos, *_encode(tokenizer, text)] if text.strip() else [])
     return tokenized, " and ".join(sorted(kinds))
 
@@ -224,9 +265,11 @@ def _render_chat(name: str, tokenizer: Any, messages: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f'{name} holds "messages", and the model has no chat template to render them with')
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text.encode()
     except Exception as error:  # a template may raise anything about its messages
-        raise InputError(f"{name}: the chat template refuses a record ({error})") from None
+        raise InputError(f"{name}: the chat template refuses it ({error})") from None
+    return text
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -247,5 +290,5 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error).strip().splitlines()[0]
         raise InputError(f"{folder}: its tokenizer cannot be read, and calibration needs it ({reason})") from None

@@ -82,11 +82,11 @@ def _calibration(calibration: CalibrationSet) -> dict[str, str]:
 
 
 def _sources() -> str:
-    """Of this package's own code."""
+    """Of this package's own code, and of what it knows of decoders (`profiles`)."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    for path in sorted((*folder.rglob("*.py"), *(folder.parent / "profiles").glob("*.py"))):
+        digest.update(str(path.relative_to(folder.parent)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

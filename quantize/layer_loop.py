@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from llmq.profiles.progress import Progress, silent
-from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES, ActivationStore
+from llmq.quantize.activation_store import ActivationStore
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.kv_range import KVRange
 from llmq.quantize.layer_methods import as_result, quantize_layer
 from llmq.quantize.layer_result import LayerResult, load_result
-from llmq.quantize.layer_stream import LayerStream, TensorReader, experts_of
+from llmq.quantize.layer_stream import LayerStream, TensorReader, check_finite, experts_of
 from llmq.quantize.layer_work import LayerWork
 from llmq.quantize.mappings import mappings_of
 from llmq.quantize.memory import release_memory
 from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import LinearSettings
+from llmq.quantize.sizes import DEFAULT_MEMORY_BYTES
 from llmq.quantize.targets import DECODER_PREFIX, Target
 from llmq.quantize.work_folder import WorkFolder
 
@@ -41,10 +42,19 @@ def run_layers(
     memory_bytes: of activations that are held in memory; the rest goes into a file of `work`.
     """
     release_memory()  # what tokenizing left
+    _check_beside_layers(plan)
     if calibration is None:
         _without_samples(plan, device, work, progress)
     else:
         _CalibratedLoop(plan, device, work, progress).run(calibration, memory_bytes)
+
+
+def _check_beside_layers(plan: Plan) -> None:
+    """The embedding, the head and the last norm: the result is refused with a NaN in them, after all the work."""
+    read = TensorReader(plan.source)
+    for name in plan.source.tensors:
+        if not name.startswith(DECODER_PREFIX):
+            check_finite(plan.source, name, read(name))
 
 
 class _CalibratedLoop:
@@ -86,6 +96,7 @@ class _CalibratedLoop:
                 )
             if not is_resumed:
                 self.work.save(index, result)
+            del result  # or it would lie beside the next layer's weights
             release_memory()
         self.progress("quantizing", last + 1, last + 1, unit="layers")
         store.close()
@@ -162,44 +173,52 @@ def _without_samples(plan: Plan, device: torch.device, work: WorkFolder, progres
     read, by_layer = TensorReader(plan.source), _by_layer(plan.targets)
     for number, (index, targets) in enumerate(by_layer.items()):
         progress("quantizing", number, len(by_layer), unit="layers")
-        if work.has(index):
-            continue
-        prefix = f"{DECODER_PREFIX}{index}."
-        by_name = {target.name.removeprefix(prefix): target for target in targets}
-        layer = bare_layer({name: read(f"{target.name}.weight").to(device) for name, target in by_name.items()})
-
-        def work_for(chosen: dict[str, LinearSettings], layer: nn.Module = layer) -> LayerWork:
-            return LayerWork(
-                layer=layer,
-                schemes={name: settings.scheme for name, settings in chosen.items()},
-                mappings=(),
-                samples=(),
-                run=_no_forward,
-                run_as_served=_no_forward,
-                dtype=getattr(torch, plan.dtype),
-                head_dim=plan.source.architecture.head_dim,
-            )
-
-        settings = {name: plan.settings[target.name] for name, target in by_name.items()}
-        outcome = quantize_layer(work_for, settings, plan.recipe.options)
-        work.save(index, as_result(prefix, outcome, by_name, settings, {}))
+        if not work.has(index):
+            work.save(index, _from_weights(plan, index, targets, read, device))
+            release_memory()
     progress("quantizing", len(by_layer), len(by_layer), unit="layers")
 
 
-def bare_layer(weights: dict[str, Tensor]) -> nn.Module:
-    """A module that has a linear, in float32, under each name, and no forward."""
-    root = nn.Module()
-    for name, weight in weights.items():
-        parent = root
-        *path, last = name.split(".")
-        for word in path:
-            if word not in parent._modules:
-                parent.add_module(word, nn.Module())
-            parent = parent.get_submodule(word)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
-        parent.add_module(last, linear)
-    return root
+def _from_weights(
+    plan: Plan, index: int, targets: Sequence[Target], read: TensorReader, device: torch.device
+) -> LayerResult:
+    """One layer. Nothing but the result outlives it: the next one's weights are not read beside these."""
+    prefix = f"{DECODER_PREFIX}{index}."
+    for name in plan.source.tensors:
+        if name.startswith(prefix):
+            check_finite(plan.source, name, read(name))
+    by_name = {target.name.removeprefix(prefix): target for target in targets}
+    layer = nn.Module()
+    for name, target in by_name.items():
+        _add_linear(layer, name, read(f"{target.name}.weight").to(device))
+
+    def work_for(chosen: dict[str, LinearSettings]) -> LayerWork:
+        return LayerWork(
+            layer=layer,
+            schemes={name: settings.scheme for name, settings in chosen.items()},
+            mappings=(),
+            samples=(),
+            run=_no_forward,
+            run_as_served=_no_forward,
+            dtype=getattr(torch, plan.dtype),
+            head_dim=plan.source.architecture.head_dim,
+        )
+
+    settings = {name: plan.settings[target.name] for name, target in by_name.items()}
+    outcome = quantize_layer(work_for, settings, plan.recipe.options)
+    return as_result(prefix, outcome, by_name, settings, {})
+
+
+def _add_linear(root: nn.Module, name: str, weight: Tensor) -> None:
+    """Give a module, which needs no forward, a linear of its own in float32 under a dotted name."""
+    *path, last = name.split(".")
+    for word in path:
+        if word not in root._modules:
+            root.add_module(word, nn.Module())
+        root = root.get_submodule(word)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
+    root.add_module(last, linear)
 
 
 def _no_forward(_: Tensor) -> Tensor:

@@ -11,14 +11,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmq.profiles.checkpoint import Checkpoint
-from llmq.profiles.errors import FailedError
+from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.machine import cpu_flags
 from llmq.profiles.safetensors_file import TensorInfo, read_places
 from llmq.quantize.experts import UnfusedExperts, unfuse
+from llmq.quantize.sizes import batch_tokens
 
-# Tokens that go through a layer at once: enough for the products to run at full speed, few enough that what lies
-# between them stays small; of a wide layer so many that its widest activation has BATCH_NUMBERS numbers.
-BATCH_TOKENS, BATCH_NUMBERS = 1024, 2**22
 # Lengths whose masks and rotary embeddings are kept: a mask is length * length.
 _KEPT_LENGTHS = 4
 
@@ -62,6 +60,24 @@ class TensorReader:
         return raw.view(_DTYPES[info.dtype]).view(info.shape)
 
 
+def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    """Raise InputError, before anything is computed with it, for a tensor of the source that holds a NaN or infinity.
+
+    By its least and its largest number, which a NaN would be both: `isfinite` takes 25 times as long, and memory.
+    """
+    if is_finite(tensor):
+        return
+    count = int((~torch.isfinite(tensor)).sum())
+    raise InputError(f"{checkpoint.path}: {name} holds {count:,} numbers that are not finite: it cannot be quantized")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 class _Probe(nn.Module):
     """Stands where a decoder layer was and keeps what the model passes it."""
 
@@ -95,7 +111,7 @@ class LayerStream:
             )
         self._layers = list(self._model.layers)
         widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 0)
-        self._batch_tokens = min(BATCH_TOKENS, BATCH_NUMBERS // widest)
+        self._batch_tokens = batch_tokens(widest)
         self._prepare_skeleton(config)
         self._kwargs_by_length: dict[int, list[dict[str, Any]]] = {}
 
@@ -146,6 +162,8 @@ class LayerStream:
             for name in self.checkpoint.tensors
             if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")
         }
+        for name, tensor in state.items():
+            check_finite(self.checkpoint, prefix + name, tensor)
         missing, unexpected = layer.load_state_dict(state, strict=False, assign=True)
         if missing or unexpected:
             raise FailedError(f"layer {index}: tensors {missing or unexpected} are not what the architecture has")

@@ -1,6 +1,7 @@
 """OUT: a model folder that appears whole or not at all."""
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -51,7 +52,7 @@ def appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    for folder in out.parent.glob(f".{out.name}.partial-*"):
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
         pid = folder.name.rsplit("-", 1)[1]
         if pid.isdigit() and not _is_running(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

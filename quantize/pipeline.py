@@ -13,7 +13,6 @@ import torch
 from llmq.profiles.errors import FailedError
 from llmq.profiles.progress import Progress, silent
 from llmq.profiles.safetensors_file import TensorInfo, read_header
-from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES
 from llmq.quantize.backends.registry import OWN, backend_named
 from llmq.quantize.calibration import CalibrationSet
 from llmq.quantize.fingerprint import fingerprint, versions
@@ -27,7 +26,7 @@ from llmq.quantize.preflight import Plan
 from llmq.quantize.recipe import DEFAULT_FORMAT
 from llmq.quantize.report import LinearReport, QuantizationReport, ScalingReport
 from llmq.quantize.report_files import write_report
-from llmq.quantize.sizes import DTYPE_BYTES, is_duplicate_head, linear_bytes
+from llmq.quantize.sizes import DEFAULT_MEMORY_BYTES, DTYPE_BYTES, is_duplicate_head, linear_bytes
 from llmq.quantize.targets import HEAD
 from llmq.quantize.verify import as_stored, verify_folder
 from llmq.quantize.work_folder import WorkFolder, work_folder
@@ -178,6 +177,7 @@ def _build_report(
         bits_per_quantized_weight=quantized_bytes * 8 / num_quantized if schemes else None,
         duration_s=round(duration_s, 2),
         warnings=warnings,
+        loaders=plan.loaders,
     )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmq.profiles.checkpoint import Checkpoint
+from llmq.profiles.decoder_tensors import check_tensors
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
 from llmq.quantize.backends.registry import OWN, backend_named
+from llmq.quantize.formats.legal import check_legal, check_together, loads_experts
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.group_sizes import resolve_group_size
 from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
@@ -32,6 +34,7 @@ class Plan:
     dtype: str  # of every tensor that is not quantized: the one config.json declares
     group_size_reason: str
     predicted_bytes: int  # of OUT's weights
+    loaders: tuple[str, ...] = ()  # who runs OUT packed
     warnings: tuple[str, ...] = ()
 
     @property
@@ -82,9 +85,10 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto
     if not (source.path / "tokenizer.json").is_file():
         raise InputError(f"{source.path} has no tokenizer.json: what comes out could be neither served nor evaluated")
     selection = select_targets(source, recipe.ignore, recipe.rules)
+    check_tensors(source)
     settings, recipe, reason = _resolve_settings(recipe, selection)
     plan = Plan(source, out, recipe, selection, settings, dtype, reason, 0)
-    plan = _complete(replace(plan, warnings=(*_block_warnings(plan), *_kv_warnings(recipe))))
+    plan = _complete(replace(plan, warnings=(*_block_warnings(plan), *_kv_warnings(recipe), *_expert_warnings(plan))))
     if recipe.backend != OWN:
         backend_named(recipe.backend).check(plan, device)
     _check_out(out, plan.predicted_bytes)
@@ -94,7 +98,7 @@ def preflight(source: Checkpoint, recipe: Recipe, out: Path, device: str = "auto
 def _complete(plan: Plan) -> Plan:
     """Check what the settings of single linears must agree on, and predict the size."""
     check_siblings(fused_sets(plan.source), plan.schemes, plan.selection.left_alone)
-    _check_format(plan)
+    plan = replace(plan, loaders=_loaders(plan))
     schemes, recipe = plan.schemes, plan.recipe
     targets = plan.targets if schemes else ()
     size = predict_bytes(plan.source, schemes, targets, plan.dtype, has_kv=recipe.kv is not None, layout=recipe.format)
@@ -146,34 +150,47 @@ def _resolve_settings(recipe: Recipe, selection: Selection) -> tuple[dict[str, L
     return {target.name: resolved[target.name] for target in selection.targets}, recipe, reason
 
 
-def _check_format(plan: Plan) -> None:
-    if plan.recipe.format == DEFAULT_FORMAT:
-        return
-    # Imports torch: only where another layout is asked for.
-    from llmq.quantize.formats.registry import writer_for
-
-    writer = writer_for(plan.recipe.format)
-    for target in plan.targets:
-        writer.check(plan.settings[target.name].scheme, (target.out_features, target.in_features))
-    if plan.schemes:
-        writer.config(plan.schemes, tuple(plan.selection.left_alone), plan.recipe.kv_scheme)
+def _loaders(plan: Plan) -> tuple[str, ...]:
+    """Who loads what the format makes of every target. Raises FormatError for what it does not store."""
+    if not plan.schemes:
+        return ("llmq", "transformers", "vllm")  # a model in 16 bit
+    rows = [
+        check_legal(plan.schemes[target.name], plan.recipe.format, (target.out_features, target.in_features))
+        for target in plan.targets
+    ]
+    check_together(plan.schemes.values(), plan.recipe.format, has_kv_scales=plan.recipe.kv is not None)
+    experts = {plan.schemes[target.name] for target in plan.targets if ".experts." in target.name}
+    loaders = [
+        name
+        for name in rows[0].loaders
+        if all(name in row.loaders for row in rows)
+        and all(loads_experts(name, scheme, plan.recipe.format) for scheme in experts)
+    ]
+    if plan.recipe.kv == "int8" and "vllm" in loaders:
+        loaders.remove("vllm")
+    if _cut_by_blocks(plan) and "transformers" in loaders:
+        loaders.remove("transformers")
+    return tuple(loaders)
 
 
 def _block_warnings(plan: Plan) -> tuple[str, ...]:
-    """transformers 5.17 loads blocks of weights only where they divide a linear, in either layout."""
-    cut = [
+    if not (cut := _cut_by_blocks(plan)):
+        return ()
+    return (
+        f"blocks of 128×128 do not divide {len(cut)} of {len(plan.targets)} linears ({cut[0].kind}: "
+        f"{cut[0].out_features}×{cut[0].in_features}): llmq runs the result, transformers does not load it",
+    )
+
+
+def _cut_by_blocks(plan: Plan) -> list[Target]:
+    """Linears that blocks of weights do not divide: transformers 5.17 loads them in no layout."""
+    return [
         target
         for target in plan.targets
         if (scheme := plan.schemes.get(target.name)) is not None
         and scheme.strategy == "block"
         and (target.out_features % scheme.block_rows or target.in_features % scheme.group_size)
     ]
-    if not cut:
-        return ()
-    return (
-        f"blocks of 128×128 do not divide {len(cut)} of {len(plan.targets)} linears ({cut[0].kind}: "
-        f"{cut[0].out_features}×{cut[0].in_features}): llmq runs the result, transformers does not load it",
-    )
 
 
 def _kv_warnings(recipe: Recipe) -> tuple[str, ...]:
@@ -183,12 +200,31 @@ def _kv_warnings(recipe: Recipe) -> tuple[str, ...]:
     return ("--kv int8: llmq serves such a KV-cache; vLLM takes static scales of FP8 alone and refuses the checkpoint",)
 
 
+def _expert_warnings(plan: Plan) -> tuple[str, ...]:
+    """What others load as a linear they do not all load as an expert."""
+    experts = [name for name in plan.schemes if ".experts." in name]
+    if not any(not plan.schemes[name].symmetric for name in experts) or plan.recipe.format != DEFAULT_FORMAT:
+        return ()
+    return (
+        f"{len(experts)} linears of experts have zero points: llmq runs them, and vLLM and transformers load experts "
+        "without zero points alone (--sym)",
+    )
+
+
 def _check_out(out: Path, predicted_bytes: int) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise InputError(f"-o {out} exists already{' and is not empty' if out.is_dir() else ''}: name a new folder")
-    parent = out.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    try:
+        if (os.path.lexists(out) and not out.is_dir()) or (out.is_dir() and any(out.iterdir())):
+            raise InputError(f"-o {out} exists already{' and is not empty' if out.is_dir() else ''}: name a new folder")
+        parent = out.absolute().parent
+        while not parent.exists():
+            parent = parent.parent
+        # Of the folder that becomes OUT, see `appearing_whole`.
+        longest = len(os.fsencode(out.name)) + len("..partial-1234567")
+        is_too_long = longest > os.pathconf(parent, "PC_NAME_MAX")
+    except OSError as error:
+        raise InputError(f"-o {out}: {error.strerror}") from None
+    if is_too_long:
+        raise InputError(f"-o {out}: its name is too long")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"-o {out}: {parent} is not a folder that can be written to")
     # Twice: finished layers are kept in a folder of their own until the whole is there; some may be there already.

@@ -257,6 +257,10 @@ def _check_options(recipe: Recipe) -> None:
         raise InputError(f"--dry-quant moves scales and rounds nothing: it goes with --smoothquant, not --{still[0]}")
     if options.smooth_only and recipe.kv:
         raise InputError(f"--dry-quant rounds nothing: leave --kv {recipe.kv} out")
+    if options.smooth_only and recipe.format != DEFAULT_FORMAT:
+        raise InputError(
+            f"--dry-quant rounds nothing, so there is nothing to lay out: leave --format {recipe.format} out"
+        )
     if recipe.kv not in (None, *KV_SCHEMES):
         raise InputError(f"--kv {recipe.kv}: {' or '.join(KV_SCHEMES)} is expected")
     for method in sorted(methods):

@@ -70,6 +70,7 @@ class QuantizationReport:
     bits_per_quantized_weight: float | None  # None: nothing is rounded
     duration_s: float
     warnings: list[str]
+    loaders: tuple[str, ...] = ()  # who runs OUT packed, by the table of formats
     proof: dict[str, Any] | None = None  # perplexity, KL and top-1 against the original; who asked for one adds it
     search: dict[str, Any] | None = None  # of --target or --max-kl: the goal, and what was chosen
 
@@ -82,7 +83,9 @@ class QuantizationReport:
         """The inverse of `as_dict`, of what JSON makes of it too."""
         linears = [LinearReport(**{**one, "shape": tuple(one["shape"])}) for one in content["linears"]]
         scalings = [ScalingReport(**{**one, "linears": tuple(one["linears"])}) for one in content["scalings"]]
-        return cls(**{**content, "linears": linears, "scalings": scalings})
+        return cls(
+            **{**content, "linears": linears, "scalings": scalings, "loaders": tuple(content.get("loaders", ()))}
+        )
 
     def mean_output_error(self) -> tuple[float, float] | None:
         """Mean relative output error over the linears: (this method's, plain rounding's); None if not computed."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from llmq.profiles.units import format_bytes, format_bytes_exact
+from llmq.profiles.units import format_bytes, format_bytes_exact, format_share
 from llmq.quantize.report import QuantizationReport
 from llmq.quantize.report_plots import heat_map, paired_bars
 
@@ -102,6 +102,8 @@ def _summary(content: dict[str, Any]) -> list[tuple[str, str]]:
             f"{len(content['linears'])} quantized linears",
         ),
     ]
+    if content["loaders"]:
+        rows.append(("loaded by", ", ".join(content["loaders"])))
     if calibration := content["calibration"]:
         amount = f"{calibration['num_tokens']:,} tokens in {calibration['num_samples']} samples"
         rows.append(("calibrated on", f"{amount} of {calibration['source']}"))
@@ -146,7 +148,7 @@ def _error_map(linears: list[dict], field: str) -> str:
     for one in linears:
         cell, value = _kind_and_layer(one["name"]), one[field]
         if value is not None and value >= worst.get(cell, (-1.0, ""))[0]:
-            worst[cell] = value, f"{one['name']}: {value:.3%}, {one['scheme']}"
+            worst[cell] = value, f"{one['name']}: {format_share(value)}, {one['scheme']}"
     values = {cell: value for cell, (value, _) in _by_kind(worst)}
     return heat_map(values, {cell: hint for cell, (_, hint) in worst.items()})
 
@@ -179,12 +181,14 @@ def _bytes_chart(linears: list[dict]) -> str:
 
 def _range(linears: list[dict], field: str) -> str:
     values = [one[field] for one in linears if one[field]]
-    return f"{min(values):.3%} to {max(values):.3%}" if values else "all zero"
+    return f"{format_share(min(values))} to {format_share(max(values))}" if values else "all zero"
 
 
 def _worst(linears: list[dict], field: str, most: int = 3) -> str:
     ranked = sorted((one for one in linears if one[field] is not None), key=lambda one: -one[field])[:most]
-    return "Largest: " + ", ".join(f"{one['name']} {one[field]:.2%}" for one in ranked) + "." if ranked else ""
+    return (
+        "Largest: " + ", ".join(f"{one['name']} {format_share(one[field])}" for one in ranked) + "." if ranked else ""
+    )
 
 
 def _cell(column: _Column, value: Any) -> dict[str, Any]:
@@ -195,7 +199,7 @@ def _cell(column: _Column, value: Any) -> dict[str, Any]:
         "word": lambda v: "×".join(map(str, v)) if isinstance(v, list | tuple) else str(v),
         "bytes": lambda v: f"{v:,}",
         "count": lambda v: f"{v:,}",
-        "share": lambda v: f"{v:.3%}",
+        "share": format_share,
         "number": lambda v: f"{v:.4g}",
     }[column.kind](value)
     style = "n" if column.is_number else column.kind

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmq.profiles.progress import Progress, silent
-from llmq.quantize.activation_store import DEFAULT_MEMORY_BYTES, ActivationStore
+from llmq.quantize.activation_store import ActivationStore
 from llmq.quantize.bit_allocation import Choice, Unit
 from llmq.quantize.bit_search import SharedScheme
 from llmq.quantize.calibration import CalibrationSet
@@ -29,7 +29,7 @@ from llmq.quantize.layer_stream import LayerStream
 from llmq.quantize.layer_work import InputStatistics, LayerWork
 from llmq.quantize.preflight import Plan
 from llmq.quantize.rounding import round_trip
-from llmq.quantize.sizes import DTYPE_BYTES, linear_bytes
+from llmq.quantize.sizes import DEFAULT_MEMORY_BYTES, DTYPE_BYTES, linear_bytes
 from llmq.quantize.targets import DECODER_PREFIX
 from llmq.quantize.work_folder import work_path
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmq.profiles.checkpoint import Checkpoint
+from llmq.profiles.decoder_tensors import UNUSED_SUFFIXES
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import DecoderFamily, ExpertNames, NormNames, value
 from llmq.quantize.formats.base import CheckpointFormat
@@ -32,9 +33,6 @@ from llmq.runtime.parallel.norm import SplitRMSNorm
 from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check_ranks
 from llmq.runtime.parallel.stage_plan import Stage, whole
 from llmq.runtime.parallel.vocabulary import SplitVocabulary
-
-# Stored by some writers, and nothing of it is lost by not reading it: buffers, and a tied head's second copy.
-UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
 class TensorReader:

@@ -73,7 +73,12 @@ def test_json_is_one_object_on_stdout(llmq, tiny_llama, tmp_path):
         (["--fp8", "--fp8-scheme", "blocks"], "dynamic, static, block"),
         (["--fp8", "--kv", "int4"], "--kv int4: fp8 or int8"),
         (["--rtn", "--kv", "int8", "--format", "awq"], "no place for scales of the KV-cache"),
-        (["--gptq", "--format", "gptq", "--asym"], "--format gptq_v2, or --sym"),
+        (
+            ["--gptq", "--format", "gptq", "--asym"],
+            "--format compressed-tensors, gptq_v2 or awq does. It stores integers",
+        ),
+        (["--fp8", "--format", "fp8"], "a scale a block, inputs in fp8 (--fp8-scheme block)"),
+        (["--smoothquant", "--dry-quant", "--format", "gptq"], "leave --format gptq out"),
         (["--awq", "--format", "ggml"], "--format ggml: one of compressed-tensors"),
         (["--rtn", "--recipe", "none.toml"], "--recipe none.toml: no such file"),
     ],
@@ -90,17 +95,35 @@ def test_what_cannot_be_honoured_is_refused_before_any_work(llmq, tiny_llama, tm
     assert time.monotonic() - started < 10
 
 
-def test_a_refusal_does_not_wait_for_torch(tiny_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gptq", "--group-size", "48"], "48 does not divide"),
+        (["--awq", "--bits", "8", "--format", "awq"], "does not store int8 g64 asymmetric"),
+        (["--rtn", "--format", "ggml"], "--format ggml: one of"),
+        (["--awq", "--calib", "nowhere.txt"], "no such file"),
+        (["--calib", "bad.jsonl"], "bad.jsonl, line 1: not JSON"),  # the default method and device too
+        (["--awq", "--calib", "bad.txt"], "not UTF-8"),
+        (["--target", "2bits"], "--target 2bits: these linears"),
+        (["--target", "4.25bits", "--format", "awq"], "one scheme for all linears"),
+        (["--awq", "--device", "cuda"], "this machine has no driver of a GPU"),
+    ],
+)
+def test_a_refusal_does_not_wait_for_torch(tiny_llama, tmp_path, options, words):
     """C01 and its kind are answered in the first second: from the headers, by this process alone."""
-    arguments = ["llmq", "quantize", str(tiny_llama()), "--gptq", "--group-size", "48", "-o", str(tmp_path / "q")]
+    (tmp_path / "bad.jsonl").write_text("{")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    arguments = ["llmq", "quantize", str(tiny_llama()), *options, "-o", str(tmp_path / "q")]
     script = (
-        "import atexit, sys\nfrom llmq.cli.main import main\n"
-        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "import atexit, os, sys\nfrom llmq.cli.main import main\nfrom llmq.profiles import machine\n"
+        "machine.may_have_gpu = lambda: False\n"  # on one that has, torch is asked
+        f"os.chdir({str(tmp_path)!r})\n"
+        "atexit.register(lambda: print('torch' in sys.modules or 'transformers' in sys.modules))\n"
         f"sys.argv = {arguments!r}\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "48 does not divide" in done.stderr
+    assert words in done.stderr
     assert done.stdout == "False\n"
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from llmq.profiles.errors import InputError
-from llmq.profiles.units import format_bytes, format_bytes_exact, format_count, parse_bytes, parse_tokens
+from llmq.profiles.units import format_bytes, format_bytes_exact, format_count, format_share, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,7 @@ def test_bytes_are_written_in_the_largest_unit_with_the_exact_count_on_demand():
 
 def test_one_is_singular():
     assert [format_count(n, "request") for n in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
+
+
+def test_a_share_has_three_digits_however_small():
+    assert [format_share(share) for share in (0.0, 0.3, 0.012345, 3.214e-5)] == ["0%", "30%", "1.23%", "0.00321%"]

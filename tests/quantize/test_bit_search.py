@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
-from llmq.quantize.bit_search import Goal, check_searchable, choose, search_space, with_allocation
+from llmq.quantize.bit_search import Goal, check_goal, check_searchable, choose, search_space, with_allocation
 from llmq.quantize.calibration import load_calibration, load_tokenizer
+from llmq.quantize.formats.scheme import FormatError
 from llmq.quantize.preflight import preflight
 from llmq.quantize.recipe import Recipe, Rule
 from llmq.quantize.sensitivity import load_units, measure_sensitivity, save_units
@@ -81,8 +82,16 @@ def test_the_sensitive_linear_gets_the_bits(measured):
 
 def test_goals_out_of_reach_say_what_can_be_had(measured):
     plan, space, units, _ = measured
-    with pytest.raises(InputError, match=r"the least that these linears can be is 3\.\d+ bits"):
-        choose(plan, space, units, Goal(bits=2.0))
+    for bits in (2.0, 17.0):
+        with pytest.raises(
+            InputError, match=r"in 3 or 4 or 8 bits with their scales, can be from 3\.\d+ to 8\.\d+ bits"
+        ):
+            check_goal(plan, space, Goal(bits=bits))
+    sizes = [[choice.num_bytes for choice in unit.choices] for unit in units]
+    weights = sum(target.out_features * target.in_features for target in plan.targets)
+    for bound in (sum(map(min, sizes)), sum(map(max, sizes))):
+        check_goal(plan, space, Goal(bits=bound * 8 / weights))
+        assert sum(one.num_bytes for one in choose(plan, space, units, Goal(bits=bound * 8 / weights)).choices) == bound
     with pytest.raises(InputError, match="with the most bits everywhere about"):
         choose(plan, space, units, Goal(max_kl=1e-30))
 
@@ -113,8 +122,11 @@ def test_recipes_without_a_choice_are_refused():
 
 
 def test_only_what_the_format_stores_is_searched(source, tmp_path):
-    space = search_space(plan_of(source, tmp_path, "awq", format="awq"))
+    plan = plan_of(source, tmp_path, "awq", format="awq")
+    space = search_space(plan)
     assert {settings.bits for shared in space.shared for settings in map(space.settings.get, shared.schemes)} == {4}
+    with pytest.raises(FormatError, match="one scheme for all linears, not int4 g64 asymmetric, int4 g32 asymmetric"):
+        check_goal(plan, space, Goal(max_kl=0.1))
 
 
 @pytest.mark.parametrize(("flags", "key"), [(["--target", "5bits"], "bits"), (["--max-kl", "0.05"], "max_kl")])
@@ -165,7 +177,8 @@ def test_a_search_that_was_killed_goes_on_with_what_it_tried(source, calibration
         monkeypatch.setattr(quantize_search.Search, "_damage", lambda self: lambda weights: 0.01)
         monkeypatch.setattr("llmq.quantize.report_html._proof", lambda proof: None)
         plan = preflight(read_checkpoint(source), Recipe.of("rtn"), out)
-        return quantize_search.Search.of(plan, Goal(max_kl=0.02), "cpu").run(calibration, run)
+        search = quantize_search.Search(plan, search_space(plan), Goal(max_kl=0.02), "cpu")
+        return search.run(calibration, run)
 
     whole = search(tmp_path / "whole", [0.001, 0.019])
     assert calls == {"quantized": 2, "measured": 2}

@@ -121,7 +121,16 @@ def test_a_template_that_writes_the_bos_gets_no_second_one(tmp_path, bos_tokeniz
         ('{"txt": "a"}', r"line 1: no \"text\""),
         ("[1]", "line 1"),
         ('{"text": ""}', "holds no token"),
-        ('{"text": 5}', "a string is expected"),
+        ('{"text": "a"}\n\n{"text": 5}', 'line 3: "text" is int, a string is expected'),
+        ('{"text": null}', '"text" is NoneType'),
+        ('{"prompt": null}', '"prompt" is NoneType'),
+        ('{"prompt": "a", "completion": ["b"]}', '"completion" is list'),
+        ('{"messages": "hello"}', 'line 1: "messages" is no list of messages'),
+        ('{"messages": [{"role": "user"}]}', "record 1: the chat template refuses it"),
+        ('{"text": "\\ud800"}', "line 1: .* half a character"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "record 1: the chat template refuses it"),
+        ("[" * 100_000, "line 1: nested too deeply"),
+        ('{"text": "a\0"}', "holds a NUL"),
         ("", "is empty"),
     ],
 )
@@ -130,6 +139,46 @@ def test_malformed_files_are_refused_with_the_place(tmp_path, tokenizer, content
     path.write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=words):
         load_calibration(str(path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a"}', "an array of records is expected"),
+        ('[{"text": "a"}, 5]', "record 2: no .text., .messages. or .prompt. in it, but int"),
+        ("[", "not JSON"),
+    ],
+)
+def test_json_is_an_array_of_records_or_refused(tmp_path, tokenizer, content, words):
+    path = tmp_path / "c.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=words):
+        load_calibration(str(path), tokenizer)
+
+
+def test_an_array_of_records_is_read_as_they_are_a_line_each(tmp_path, tokenizer):
+    records = [{"text": "One."}, {"prompt": "Two", "completion": "."}]
+    (tmp_path / "c.json").write_text(json.dumps(records))
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, records)))
+    array, lines = (load_calibration(str(tmp_path / name), tokenizer).samples for name in ("c.json", "c.jsonl"))
+    assert array == lines
+    assert len(array) == 2
+
+
+@pytest.mark.parametrize("content", ["  \n\n ", "\ufeff", "\0" * 100])
+def test_a_text_without_a_word_is_none(tmp_path, tokenizer, content):
+    (tmp_path / "c.txt").write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=r"holds no token|holds a NUL"):
+        load_calibration(str(tmp_path / "c.txt"), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["c.txt", "c.jsonl"])
+def test_the_mark_that_editors_put_first_is_no_text(tmp_path, tokenizer, name):
+    content = '{"text": "A word."}' if name == "c.jsonl" else "A word."
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    marked = load_calibration(str(tmp_path / name), tokenizer).samples
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert marked == load_calibration(str(tmp_path / name), tokenizer).samples
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "./missing", "/no/such/file", "plainword"])

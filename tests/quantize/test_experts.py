@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
+from llmq.quantize.formats.registry import format_of
+from llmq.quantize.layer_stream import TensorReader
 from llmq.quantize.preflight import preflight
 from llmq.quantize.recipe import Recipe
 from llmq.quantize.targets import select_targets
@@ -55,6 +57,54 @@ def test_rounded_experts_run(mixture, tmp_path):
     made = run_all(engine, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))
     assert torch.isfinite(torch.tensor([entry.logprob for entry in made[0].logprobs])).all()
     assert "int4 g32" in engine.info.fingerprint["weights"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "loaders", "warned"),
+    [
+        ({"method": "rtn"}, ("llmq",), True),
+        ({"method": "rtn", "symmetric": True}, ("llmq", "vllm", "transformers"), False),
+        ({"method": "rtn", "symmetric": True, "bits": 3}, ("llmq", "transformers"), False),
+        ({"method": "smoothquant"}, ("llmq", "vllm"), False),
+        ({"method": "fp8"}, ("llmq", "vllm", "transformers"), False),
+        ({"method": "rtn", "format": "awq", "group_size": "64"}, ("llmq", "vllm", "autoawq"), False),
+        ({"method": "rtn", "ignore": ("experts",)}, ("llmq", "vllm", "transformers"), False),
+    ],
+    ids=str,
+)
+def test_who_loads_a_mixture_is_said(mixture, tmp_path, recipe, loaders, warned):
+    plan = preflight(read_checkpoint(mixture), Recipe.of(**recipe), tmp_path / "out")
+    assert plan.loaders == loaders
+    assert any("--sym" in warning for warning in plan.warnings) == warned
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_transformers_runs_experts_without_zero_points(tiny_llama, run_quantize, tmp_path, model_type):
+    """As it runs the same weights: an expert is unpacked, in the dtype of its scales, to be put into one with all."""
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_llama(model_type=model_type, num_experts_per_tok=2, **MIXTURES[model_type][2])
+    out, dense = tmp_path / "out", tmp_path / "dense"
+    run_quantize(source, out, "rtn", symmetric=True, group_size="32")
+    checkpoint = read_checkpoint(out)
+    read, stored = TensorReader(checkpoint), format_of(checkpoint.quantization, checkpoint.tensors)
+    shutil.copytree(source, dense)
+    tensors = {}
+    for name in read_checkpoint(source).tensors:
+        is_packed = name not in checkpoint.tensors
+        tensors[name] = (
+            stored.read(name.removesuffix(".weight"), read).dequantize() if is_packed else read(name).float()
+        )
+    assert sum(name not in checkpoint.tensors for name in tensors) == 2 * (4 + 3 * 8)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, dense / "model.safetensors", {"format": "pt"}
+    )
+    ids = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        theirs, ours = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits for folder in (out, dense)
+        )
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
 MIXTURES = {

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmq.profiles.errors import FailedError
+from llmq.profiles.errors import FailedError, InputError
 from llmq.quantize.calibration import load_calibration, load_tokenizer
 from llmq.quantize.formats.compressed_tensors import QuantizationConfig
+from llmq.quantize.formats.legal import FORMATS, legal_row
 from llmq.quantize.formats.registry import format_of
+from llmq.quantize.formats.scheme import FormatError
 from llmq.quantize.recipe import KV_SCHEMES, LinearSettings, MethodOptions, Rule
 from llmq.quantize.report import REPORT_FILE
 from llmq.quantize.report_html import REPORT_PAGE
@@ -358,6 +362,27 @@ def test_other_layouts_hold_the_same_weights(source, run_quantize, tmp_path, for
     assert sorted(os.listdir(tmp_path)) == ["ct", "other"]
 
 
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_all_that_is_legal_is_made_and_reads_back_and_all_else_is_refused(source, run_quantize, tmp_path, format_name):
+    """Every bits, sign and extent that a method may be asked for. Reading back is the run's own last step."""
+    choices = [
+        {"bits": bits, "symmetric": symmetric, "group_size": size}
+        for bits, symmetric, size in product((3, 4, 8), (True, False), ("32", "channel"))
+    ]
+    recipes = [("rtn", choice) for choice in choices] + [("fp8", {"fp8_scheme": name}) for name in ("dynamic", "block")]
+    for number, (method, choice) in enumerate(recipes):
+        scheme, out = LinearSettings.of(method, **choice).scheme, tmp_path / str(number)
+        if legal_row(scheme, format_name) is None:
+            with pytest.raises(FormatError, match=f"--format {format_name} does not store {re.escape(scheme.name)}"):
+                run_quantize(source, out, method, format=format_name, **choice)
+            continue
+        report = run_quantize(source, out, method, format=format_name, **choice)
+        assert report.scheme == scheme.name
+        assert set(report.loaders) <= set(legal_row(scheme, format_name).loaders)
+        assert report.loaders[0] == "llmq"
+        assert report.bytes_after == report.predicted_bytes
+
+
 def test_settings_of_single_linears_are_stored_and_read_back(source, run_quantize, calibration_jsonl, tmp_path):
     rules = (
         Rule(("mlp.down_proj",), LinearSettings.of("rtn", bits=8, group_size="channel", symmetric=True)),
@@ -499,14 +524,22 @@ def test_what_was_left_alone_is_compared_byte_by_byte(source, run_quantize, tmp_
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"])
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "layers.1.input_layernorm", "embed_tokens", "norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("method", ["rtn", "fp8"])
-def test_a_number_that_is_not_finite_ends_the_run(source, run_quantize, tmp_path, name, value, method):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_number_that_is_not_finite_is_named_before_its_layer_is_worked_on(
+    source, run_quantize, calibration_jsonl, tmp_path, monkeypatch, name, value, method
+):
+    from llmq.quantize import layer_loop
+
+    good, worked_on = layer_loop.quantize_layer, []
+    monkeypatch.setattr(layer_loop, "quantize_layer", lambda *given: worked_on.append(1) or good(*given))
+    name = f"model.{name}.weight"
     folder = copy_of(source, tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")
     tensors[name].view(-1)[37] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FailedError, match="not finite"):
-        run_quantize(folder, tmp_path / "out", method)
+    with pytest.raises(InputError, match=rf"{re.escape(name)} holds 1 numbers that are not finite"):
+        run_quantize(folder, tmp_path / "out", method, calibration_jsonl)
     assert not (tmp_path / "out").exists()
+    assert len(worked_on) == (1 if "layers.1" in name else 0)

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from llmq.profiles.checkpoint import Checkpoint, read_checkpoint
 from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.safetensors_file import TensorInfo
 from llmq.quantize import preflight as preflight_module
+from llmq.quantize.formats.scheme import FormatError
 from llmq.quantize.preflight import preflight
 from llmq.quantize.recipe import LinearSettings, MethodOptions, Recipe, Rule
 
@@ -18,6 +20,7 @@ from llmq.quantize.recipe import LinearSettings, MethodOptions, Recipe, Rule
 def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
     """A checkpoint of which only the headers and a tokenizer's file exist: SmolLM2's shapes."""
     (tmp_path / "tokenizer.json").touch()
+    heads = hidden // 64 if hidden % 192 == 0 else 3
     kv = hidden // 3
     shapes = {"model.embed_tokens.weight": (1000, hidden), "model.norm.weight": (hidden,)}
     for layer in range(layers):
@@ -31,6 +34,7 @@ def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
             "mlp.up_proj": (ffn, hidden),
             "mlp.down_proj": (hidden, ffn),
             "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
         }.items():
             shapes[f"{prefix}{name}.weight"] = shape
     tensors = {
@@ -42,8 +46,8 @@ def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 3,
         "vocab_size": 1000,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
@@ -53,10 +57,10 @@ def fake_checkpoint(tmp_path, hidden=576, ffn=1536, layers=2, **config):
 
 
 def refuse(checkpoint, recipe, out, error=InputError):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(error) as raised:
         preflight(checkpoint, recipe, out)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
     assert not out.exists() or out.is_file() or any(out.iterdir())
     return str(raised.value)
 
@@ -198,6 +202,54 @@ def test_out_that_holds_something_is_refused(tmp_path):
     assert "exists" in refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "out" / "file")
 
 
+def test_a_name_that_no_folder_can_have_is_refused(tmp_path):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for out, words in (("dangling", "exists already"), ("x" * 240, "too long")):
+        assert words in refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / out).lower()
+    with pytest.raises(InputError, match="File name too long"):
+        preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / ("y" * 300))
+    with pytest.raises(InputError, match="/dev/null exists already"):
+        preflight(fake_checkpoint(tmp_path), Recipe.of("rtn"), Path("/dev/null"))
+
+
+def test_weights_that_are_not_what_the_config_says_are_refused(tmp_path):
+    checkpoint = fake_checkpoint(tmp_path)
+    del checkpoint.tensors["model.layers.1.mlp.up_proj.weight"]
+    message = refuse(checkpoint, Recipe.of("rtn"), tmp_path / "out")
+    assert "has no tensor model.layers.1.mlp.up_proj.weight, which its config.json calls for" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "loaders"),
+    [
+        ({"method": "awq"}, ("llmq", "vllm", "transformers")),
+        ({"method": "awq", "bits": 3}, ("llmq", "transformers")),
+        ({"method": "gptq", "symmetric": True, "format": "gptq"}, ("llmq", "vllm", "gptqmodel")),
+        ({"method": "rtn", "kv": "int8"}, ("llmq", "transformers")),
+        ({"method": "fp8", "fp8_scheme": "block"}, ("llmq", "vllm")),  # transformers: not where blocks do not divide
+        ({"method": "rtn", "rules": (Rule(("o_proj",), LinearSettings.of("rtn", bits=3)),)}, ("llmq", "transformers")),
+        ({"method": "smoothquant", "options": MethodOptions(smooth_only=True)}, ("llmq", "transformers", "vllm")),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_a_plan_says_who_loads_what_it_makes(tmp_path, changes, loaders):
+    assert preflight(fake_checkpoint(tmp_path), Recipe.of(**changes), tmp_path / "out").loaders == loaders
+
+
+def test_a_layout_that_cannot_hold_a_plan_is_refused(tmp_path):
+    rule = Rule(("o_proj",), LinearSettings.of("rtn", group_size="32"))
+    mixed = Recipe.of("rtn", format="awq", rules=(rule,))
+    assert "one scheme for all linears, not int4 g64" in refuse(
+        fake_checkpoint(tmp_path), mixed, tmp_path / "out", FormatError
+    )
+    with_kv = Recipe.of("rtn", format="awq", kv="fp8")
+    assert "no place for scales" in refuse(fake_checkpoint(tmp_path), with_kv, tmp_path / "out", FormatError)
+    odd = fake_checkpoint(tmp_path, ffn=1540)
+    message = refuse(odd, Recipe.of("rtn", group_size="channel", format="awq"), tmp_path / "out", FormatError)
+    assert "does not store a [1540, 576] weight" in message
+    assert "outputs must be a multiple of 8" in message
+
+
 def test_out_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     message = refuse(fake_checkpoint(tmp_path), Recipe.of("rtn"), tmp_path / "file" / "out")
@@ -254,7 +306,8 @@ def test_a_head_stored_although_tied_is_not_counted_twice(tmp_path):
 
 def test_checking_imports_no_torch():
     """What is refused in the first second cannot wait for torch to be imported."""
-    code = "import sys, llmq.quantize.preflight, llmq.quantize.calibration; sys.exit('torch' in sys.modules)"
+    code = "import sys, llmq.quantize.preflight, llmq.quantize.calibration, llmq.quantize.formats.legal; "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

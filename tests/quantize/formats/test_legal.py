@@ -1,13 +1,15 @@
 """The table of what goes where, against the writers themselves."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from llmq.quantize.formats.fp8 import block_scheme
-from llmq.quantize.formats.legal import LEGAL, check_legal, legal_formats, legal_row
+from llmq.quantize.formats.legal import FORMATS, LEGAL, check_legal, check_together, legal_formats, legal_row
 from llmq.quantize.formats.registry import WRITERS
-from llmq.quantize.formats.scheme import ActivationScheme, FormatError, WeightScheme
+from llmq.quantize.formats.scheme import ActivationScheme, FormatError, KVCacheScheme, WeightScheme
+from llmq.quantize.recipe import METHODS, LinearSettings
 
 INT8, FP8 = ActivationScheme("int"), ActivationScheme("float")
 SCHEMES = [
@@ -24,15 +26,49 @@ SCHEMES += [
 ]
 
 
+SCHEMES += [WeightScheme("int", 4, "group", 32, symmetric, has_column_groups=True) for symmetric in (True, False)]
+SCHEMES += [WeightScheme("int", 5, "group", 32, False, has_offset=True)]
+SHAPES = [None, (64, 64), (60, 64), (64, 80), (62, 72), (8, 32), (32, 8)]
+
+
+def refuses(check, *arguments):
+    try:
+        check(*arguments)
+    except FormatError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_table_says_what_the_writer_does(name):
-    for scheme in SCHEMES:
-        try:
-            WRITERS[name].check(scheme)
-        except FormatError:
-            assert legal_row(scheme, name) is None, scheme.name
-        else:
-            assert check_legal(scheme, name).format == name
+    """The table is asked before torch is imported, the writer when it writes."""
+    for scheme, shape in product(SCHEMES, SHAPES):
+        by_table = refuses(check_legal, scheme, name, shape)
+        assert by_table == refuses(WRITERS[name].check, scheme, shape), (scheme.name, shape)
+        assert by_table or check_legal(scheme, name, shape).format == name
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_table_says_what_a_writers_config_does(name):
+    usual = next(scheme for scheme in SCHEMES if legal_row(scheme, name) is not None)
+    other = next((s for s in SCHEMES if s != usual and legal_row(s, name) is not None), replace(usual, group_size=64))
+    kv = KVCacheScheme("float", 8, "tensor", False, True)
+    for schemes, kv_scheme in product(([usual], [usual, other]), (None, kv)):
+        by_name = dict(zip(("a", "b"), schemes, strict=False))
+        by_writer = refuses(WRITERS[name].config, by_name, (), kv_scheme)
+        assert by_writer == refuses(lambda s=schemes, k=kv_scheme: check_together(s, name, has_kv_scales=k is not None))
+
+
+def test_the_table_knows_every_layout_that_is_written():
+    assert set(FORMATS) == set(WRITERS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_in_the_row_of_what_it_makes(method):
+    made_by = {"best": {"awq", "gptq"}}.get(method, {method})
+    for bits in METHODS[method].bits:
+        scheme = LinearSettings.of(method, bits=bits, group_size=64 if METHODS[method].is_grouped else None).scheme
+        assert made_by <= set(check_legal(scheme, "compressed-tensors").methods)
 
 
 def test_every_row_is_of_some_scheme():
