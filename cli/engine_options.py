@@ -77,6 +77,13 @@ DraftLayers = Annotated[
         show_default=False,
     ),
 ]
+SpeculativePool = Annotated[
+    str | None,
+    typer.Option(
+        help="With n-grams: guess by so many tokens (64k) of finished requests' answers too, of the same cache salt.",
+        show_default=False,
+    ),
+]
 ServedModelName = Annotated[
     str | None, typer.Option(help="What requests call the model. Default: the folder's name, or the id as given.")
 ]
@@ -185,12 +192,13 @@ def speculation(
     draft_model: str | None,
     draft_quant: str | None,
     draft_layers: int | None,
+    pool: str | None = None,
 ) -> "Speculation | None":
     """Without the drafter's folder, which is not found yet. Raises InputError."""
     from llmq.runtime.config import Speculation
 
     drafters = {"--draft-model": draft_model, "--draft-quant": draft_quant, "--draft-layers": draft_layers}
-    given = {"--num-speculative-tokens": num_tokens, **drafters}
+    given = {"--num-speculative-tokens": num_tokens, "--speculative-pool": pool, **drafters}
     said = [f"{name} {value}" for name, value in given.items() if value is not None]
     if method is None:
         if said:
@@ -209,10 +217,13 @@ def speculation(
         raise InputError("--speculative draft: by which model? Give --draft-model or --draft-quant w4")
     if method in ("eagle", "medusa") and draft_model is None:
         raise InputError(f"--speculative {method}: by which heads? Give their folder as --draft-model")
+    if pool is not None and (chosen or method not in ("ngram", "auto")):
+        raise InputError(f"--speculative-pool {pool}: n-grams are found in it; use ngram, or auto without a drafter")
     adaptive = method == "auto"
     return Speculation(
         method=method if method != "auto" else "draft" if chosen else "ngram",
         num_tokens=num_tokens or (8 if adaptive else 4),
         adaptive=adaptive,
         draft_layers=draft_layers,
+        pool_tokens=0 if pool is None else parse_tokens(pool),
     )

@@ -57,6 +57,7 @@ def serve(
     draft_model: options.DraftModel = None,
     draft_quant: options.DraftQuant = None,
     draft_layers: options.DraftLayers = None,
+    speculative_pool: options.SpeculativePool = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="On a GPU: compute every step as it comes, in no CUDA graph.")
     ] = False,
@@ -168,7 +169,9 @@ def serve(
         batch_invariant=batch_invariant,
         check_integrity=check_integrity,
         slo=_parse_slo(slo),
-        speculation=options.speculation(speculative, num_speculative_tokens, draft_model, draft_quant, draft_layers),
+        speculation=options.speculation(
+            speculative, num_speculative_tokens, draft_model, draft_quant, draft_layers, speculative_pool
+        ),
         threads=threads,
         tensor_parallel=tp,
         pipeline_parallel=pp,

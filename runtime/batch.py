@@ -30,6 +30,7 @@ class RunnerRequest:
         self.num_prompt_tokens = new.num_prompt_tokens
         self.params = new.sampling_params
         self.score_prompt = new.score_prompt
+        self.cache_salt = new.cache_salt
         self.forks = new.forks  # until the first token is sampled
         self.grammar_state = None  # sampling.grammar_mask's, made when it is first needed
         # For a drafter: final hidden states [num_rows, hidden_size] of its last step, up to what its last token was

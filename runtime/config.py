@@ -16,6 +16,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: str | None = None
     draft_layers: int | None = None
     num_tokens: int = 4  # guessed at most, for each request and step
+    pool_tokens: int = 0  # of "ngram": of finished requests' answers, kept to guess others by
     adaptive: bool = False  # only those that are worth their time: see `speculative.policy`
 
 

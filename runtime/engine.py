@@ -173,7 +173,7 @@ class Engine:
         self.executor.close()
 
     def stats(self) -> EngineStats:
-        kv = self.scheduler.kv
+        kv, drafter = self.scheduler.kv, self.executor.runner.drafter
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -193,6 +193,7 @@ class Engine:
             draft_tokens=self.scheduler.num_draft_tokens,
             accepted_draft_tokens=self.scheduler.num_accepted_tokens,
             draft_s=self._draft_s,
+            pooled_draft_tokens=0 if drafter is None else drafter.num_pooled,
         )
 
     def _count(self, plan: SchedulerOutput, outputs: list[RequestOutput]) -> None:

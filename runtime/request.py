@@ -91,6 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0  # guessed and verified
     accepted_draft_tokens: int = 0  # of which the model said the same
     draft_s: float = 0.0  # spent on guessing
+    pooled_draft_tokens: int = 0  # guessed by what other requests were answered
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

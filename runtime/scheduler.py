@@ -449,6 +449,7 @@ def _in_full(request: Request) -> NewRequest:
         sampling_params=request.sampling_params,
         score_prompt=request.prompt_logprobs_pending,
         forks=request.forks,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -15,6 +15,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     score_prompt: bool  # prompt log probabilities are still owed
     forks: list[tuple[str, int | None]] = []  # further samples of the first token: their names and seeds
+    cache_salt: str = ""  # nothing is shared with requests of another one
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -52,7 +52,8 @@ from llmq.runtime.speculative.eagle_drafter import EagleDrafter
 from llmq.runtime.speculative.guesses import Guesser
 from llmq.runtime.speculative.medusa import MedusaDrafter, MedusaHead, load_heads
 from llmq.runtime.speculative.model_drafter import FirstLayersDrafter, ModelDrafter
-from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.speculative.ngram import LONGEST, SHORTEST, NgramDrafter
+from llmq.runtime.speculative.text_pool import TextPool
 from llmq.runtime.speculative.vocabulary import check_vocabulary
 
 
@@ -327,7 +328,8 @@ class Worker:
         if (num_layers := self.config.speculation.draft_layers) is not None:
             return FirstLayersDrafter(passes, store.layout, guesser, num_layers)
         if self.drafter is None:
-            return NgramDrafter()
+            most = self.config.speculation.pool_tokens
+            return NgramDrafter(TextPool(most, shortest=SHORTEST, longest=LONGEST) if most else None)
         return (EagleDrafter if self.drafter.is_head else ModelDrafter)(passes, store.layout, guesser)
 
     def _set_threads(self) -> None:

@@ -32,6 +32,7 @@ _COUNTERS = (
     ("llmq_preempted_tokens", "Tokens whose KV preemptions threw away.", lambda s: s.preempted_tokens),
     ("llmq_draft_tokens", "Tokens guessed and verified.", lambda s: s.draft_tokens),
     ("llmq_accepted_draft_tokens", "Guessed tokens that were right.", lambda s: s.accepted_draft_tokens),
+    ("llmq_pooled_draft_tokens", "Tokens guessed by other requests' answers.", lambda s: s.pooled_draft_tokens),
     ("llmq_draft_seconds", "Time spent on guessing.", lambda s: s.draft_s),
     ("llmq_deferrals", "Steps in which a request waited so that running ones find room.", lambda s: s.num_deferrals),
 )

@@ -14,6 +14,8 @@ class Drafter(Protocol):
     # Which rows of `RunnerRequest.hidden` the runner keeps for it: all of a step, or of those that sample the last.
     reads_hidden: Literal["nothing", "last", "all"]
 
+    num_pooled: int  # tokens guessed by what other requests said
+
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
     ) -> list[list[int]]:

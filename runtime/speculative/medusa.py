@@ -87,6 +87,7 @@ class MedusaDrafter:
 
     name = "Medusa heads"
     reads_hidden = "last"
+    num_pooled = 0
 
     def __init__(self, heads: Sequence[MedusaHead], guesser: Guesser) -> None:
         self._heads, self._guesser = heads, guesser

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
+from llmq.runtime.speculative.text_pool import TextPool
 
 SHORTEST = 2  # tokens that have to be the same
 LONGEST = 8  # a match is not measured beyond: more does not speak for more
@@ -23,6 +24,8 @@ class _Text:
     guessed_at: int = 0
     guess: list[int] = field(default_factory=list)
     matched: int = 0
+    is_pooled: bool = False  # it was guessed by another request's text
+    request: RunnerRequest | None = None
 
 
 class NgramDrafter:
@@ -32,14 +35,17 @@ class NgramDrafter:
     Hash index of pairs, extended token by token: a proposal costs the new tokens and CANDIDATES comparisons, whatever
     the length of the text. Every guess is compared with what came, also those that were not worth verifying: so it is
     known how often a match of each length is right, and speculation that was turned off turns itself on again.
+
+    With a pool what finished requests have answered speaks too, where more of it agrees.
     """
 
     name = "n-gram"
     reads_hidden = "nothing"
 
-    def __init__(self) -> None:
+    def __init__(self, pool: TextPool | None = None) -> None:
         self._texts: dict[str, _Text] = {}
-        self._acceptance = Acceptance(PRIORS)
+        self._acceptance, self._pooled = Acceptance(PRIORS), Acceptance(PRIORS)
+        self._pool, self.num_pooled = pool, 0
 
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
@@ -50,26 +56,38 @@ class NgramDrafter:
         ]
 
     def forget(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+        text = self._texts.pop(request_id, None)
+        if text is not None and self._pool is not None:
+            # What was answered, and what it was answered to as far as a match is measured.
+            first = max(0, text.request.num_prompt_tokens - LONGEST)
+            self._pool.add(text.request.cache_salt, text.request.token_ids[first:])
 
     def _propose(self, request: RunnerRequest, count: int, least: float) -> list[int]:
-        text, token_ids = self._texts.setdefault(request.request_id, _Text()), request.token_ids
+        text, token_ids = self._texts.setdefault(request.request_id, _Text(request=request)), request.token_ids
         self._learn(text, token_ids)
         _index(text, token_ids)
         place, matched = _longest_match(text, token_ids)
         text.guess = [] if place is None else _following(token_ids, place, count)
+        found = None if self._pool is None else self._pool.longest_match(request.cache_salt, token_ids)
+        text.is_pooled = found is not None and found.length > matched
+        if text.is_pooled:
+            matched, text.guess = found.length, list(found.text.token_ids[found.place : found.place + count])
         text.guessed_at, text.matched = len(token_ids), matched
-        chance, worth = 1.0, 0
+        acceptance, chance, worth = self._acceptance_of(text), 1.0, 0
         for index in range(len(text.guess)):
-            chance *= self._acceptance.share(matched + index - SHORTEST)
+            chance *= acceptance.share(matched + index - SHORTEST)
             if chance < least:
                 break
             worth = index + 1
+        self.num_pooled += worth if text.is_pooled else 0
         return text.guess[:worth]
+
+    def _acceptance_of(self, text: _Text) -> Acceptance:
+        return self._pooled if text.is_pooled else self._acceptance
 
     def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
         for index, (guess, came) in enumerate(zip(text.guess, token_ids[text.guessed_at :], strict=False)):
-            self._acceptance.count(text.matched + index - SHORTEST, guess == came)
+            self._acceptance_of(text).count(text.matched + index - SHORTEST, guess == came)
             if guess != came:
                 break
 

@@ -38,6 +38,8 @@ class PassDrafter(ABC, Generic[Text]):
     Its K and V behind a prefix hit are taken to be there: where they are not, guesses are worse and no text changes.
     """
 
+    num_pooled = 0
+
     def __init__(self, passes: DraftPasses, layout: KVCacheLayout, guesser: Guesser) -> None:
         """`passes` computes its layers; `layout`: of the KVStore, which is the model's and the drafter's."""
         self._passes, self._layout, self._guesser, self._price = passes, layout, guesser, PassPrice()

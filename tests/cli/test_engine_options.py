@@ -48,3 +48,35 @@ def test_a_promise_that_is_none_is_refused_before_the_model_is_looked_for(monkey
     with pytest.raises(InputError) as raised:
         CliRunner().invoke(serve.app, ["org/m", "--slo", slo], catch_exceptions=False)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-layers", "4"], "--draft-layers 4: nothing is guessed without --speculative"),
+        (["--speculative", "ngram", "--draft-layers", "4"], "--draft-layers 4: --speculative ngram takes no drafter"),
+        (
+            ["--speculative", "draft", "--draft-layers", "4", "--draft-quant", "w4"],
+            "--draft-quant and --draft-layers exclude each other",
+        ),
+        (["--speculative-pool", "64k"], "--speculative-pool 64k: nothing is guessed without --speculative"),
+        (
+            ["--speculative", "auto", "--draft-layers", "4", "--speculative-pool", "64k"],
+            "--speculative-pool 64k: n-grams are found in it",
+        ),
+    ],
+)
+def test_what_does_not_guess_together_is_refused(monkeypatch, flags, message):
+    monkeypatch.setattr(checkpoint, "find_model", lambda *_, **__: pytest.fail("looked for the model"))
+    with pytest.raises(InputError) as raised:
+        CliRunner().invoke(serve.app, ["org/m", *flags], catch_exceptions=False)
+    assert message in str(raised.value)
+
+
+def test_drafters_are_read_as_the_engine_takes_them():
+    from llmq.cli import engine_options
+    from llmq.runtime.config import Speculation
+
+    assert engine_options.speculation("draft", None, None, None, 6) == Speculation(method="draft", draft_layers=6)
+    pooled = engine_options.speculation("auto", None, None, None, None, "64k")
+    assert pooled == Speculation(method="ngram", num_tokens=8, adaptive=True, pool_tokens=65536)

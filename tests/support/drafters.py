@@ -21,6 +21,7 @@ class KnowingDrafter:
 
     name = "knowing"
     reads_hidden = "nothing"
+    num_pooled = 0
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, share: float = 1.0) -> None:
         """`texts`: prompt and continuation of every request."""
