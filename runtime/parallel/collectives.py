@@ -72,7 +72,7 @@ class ProcessGroup:
             wait_for(self._groups[0].allreduce([flag], options))
             return bool(flag.item())
 
-        why_not = None if device.type != "cuda" else why_no_peers(device, self.num_ranks)
+        why_not = None if device.type != "cuda" else why_no_peers(device, self.rank, self.num_ranks)
         self._symmetric, why = start_symmetric(
             name, self.rank, self.num_ranks, store, device, agree, memory, why_not=why_not
         )

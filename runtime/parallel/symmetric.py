@@ -123,9 +123,11 @@ def start_symmetric(
     return made, f"{made.name} through symmetric memory up to {len(made.buffer) // 2**10} KiB"
 
 
-def why_no_peers(device: torch.device, num_ranks: int) -> str | None:
-    """What speaks against it on this machine; None: nothing that can be seen from here."""
-    for peer in range(num_ranks):
+def why_no_peers(device: torch.device, rank: int, num_ranks: int) -> str | None:
+    """What speaks against it on this machine, where ranks have devices that follow each other; None: nothing that can
+    be seen from here."""
+    first = device.index - rank
+    for peer in range(first, first + num_ranks):
         if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
             return f"device {device.index} cannot read device {peer}'s memory"
     return None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from thread_ranks import on_ranks
 
 from llmq.runtime.parallel.collectives import ProcessGroup
-from llmq.runtime.parallel.symmetric import MULTICAST_BYTES, ONE_SHOT_BYTES, start_symmetric
+from llmq.runtime.parallel.symmetric import MULTICAST_BYTES, ONE_SHOT_BYTES, start_symmetric, why_no_peers
 
 CPU = torch.device("cpu")
 ROW = 512
@@ -167,6 +167,20 @@ def test_what_speaks_against_it_on_one_rank_is_asked_before_anything_is_mapped()
 
     assert on_ranks(2, work) == [(None, "another rank cannot"), (None, "device 1 cannot read device 0's memory")]
     assert memory.buffers == [None, None]
+
+
+def test_peers_are_asked_for_by_the_devices_of_the_group(monkeypatch):
+    """Of two stages of two ranks the second one's have devices 2 and 3."""
+    asked = []
+
+    def can_access(device, peer):
+        asked.append((device, peer))
+        return peer < 3
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    assert why_no_peers(torch.device("cuda", 3), 1, 2) is None
+    assert why_no_peers(torch.device("cuda", 2), 0, 2) == "device 2 cannot read device 3's memory"
+    assert asked == [(3, 2), (2, 3)]
 
 
 def test_torchs_names_are_there():
