@@ -143,3 +143,21 @@ class Staging:
         replaced = _Buffer(self._copies.buffer(max(2 * len(buffer.memory), num_bytes)))
         self._buffers[self._turn] = replaced
         return replaced
+
+
+class Fetched:
+    """A tensor on its way to the host: the copy begins at once, so that who reads it waits for what was launched before
+    it, and for nothing that came after."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Event = _OVER
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Tensor:
+        self._event.synchronize()
+        return self._host

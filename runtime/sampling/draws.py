@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from llmq.runtime.staging import Fetched
+
 
 class Drawn(NamedTuple):
     """On the host: a token of each row, and the row's highest logit."""
@@ -41,24 +43,13 @@ class HostDraws:
 
 
 class DeviceDraws:
-    """Drawn on the device. The copy to the host begins at once, behind the kernel that draws, so that who reads waits
-    for this step, and for none that was launched after it."""
+    """Drawn on the device, and on their way to the host."""
 
     def __init__(self, token_ids: Tensor, highest: Tensor) -> None:
         self.token_ids = token_ids
         # Exact in float64, as every token id is: both in one copy.
-        both = torch.stack((token_ids.double(), highest.double()))
-        self._event: torch.cuda.Event | None = None
-        if both.device.type == "cuda":
-            self._both = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-            self._both.copy_(both, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._both = both
+        self._both = Fetched(torch.stack((token_ids.double(), highest.double())))
 
     def read(self) -> Drawn:
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, highest = self._both.tolist()
+        token_ids, highest = self._both.read().tolist()
         return Drawn([int(token_id) for token_id in token_ids], highest)

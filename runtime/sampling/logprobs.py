@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from llmq.runtime.request import TokenLogprobs
+from llmq.runtime.staging import Fetched
 
 # Several passes go over the logits that are scored. On a CPU a slice of them stays in the cache between the passes, and
 # no temporary is so large that the allocator maps it anew each time: for each thread 8 rows of 49,152 words.
@@ -28,14 +29,29 @@ def token_logprobs(log_probs: torch.Tensor, token_ids: Sequence[int], num_top: i
 
     rank 1 is the most likely token; tokens of equal probability share a rank.
     """
-    chosen = torch.tensor(token_ids, device=log_probs.device)[:, None]
-    values = log_probs.gather(1, chosen)
-    ranks = ((log_probs > values).sum(dim=1) + 1).tolist()
-    top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
-    if num_top:
-        top_values, top_ids = torch.topk(log_probs, num_top, dim=-1)
-        top = [list(zip(ids, row, strict=True)) for ids, row in zip(top_ids.tolist(), top_values.tolist(), strict=True)]
-    return [
-        TokenLogprobs(token_id=token_id, logprob=value, rank=rank, top=alternatives)
-        for token_id, value, rank, alternatives in zip(token_ids, values[:, 0].tolist(), ranks, top, strict=True)
-    ]
+    return LaunchedLogprobs(log_probs, torch.tensor(token_ids, device=log_probs.device), num_top).read()
+
+
+class LaunchedLogprobs:
+    """`token_logprobs` of tokens that are where the log probabilities are, [num_rows]: on their way to the host."""
+
+    def __init__(self, log_probs: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> None:
+        # A row that has failed may have drawn anything.
+        token_ids = token_ids.clamp(0, log_probs.shape[1] - 1)[:, None]
+        values = log_probs.gather(1, token_ids)
+        ranks = (log_probs > values).sum(dim=1, keepdim=True) + 1
+        columns = [token_ids, ranks, values]
+        if num_top:
+            top_values, top_ids = torch.topk(log_probs, num_top, dim=-1)
+            columns += [top_ids, top_values]
+        self._num_top = num_top
+        # Exact in float64, whole numbers too: all in one copy.
+        self._rows = Fetched(torch.cat([column.double() for column in columns], dim=1))
+
+    def read(self) -> list[TokenLogprobs]:
+        entries = []
+        for token_id, rank, value, *top in self._rows.read().tolist():
+            top_ids, top_values = map(int, top[: self._num_top]), top[self._num_top :]
+            alternatives = list(zip(top_ids, top_values, strict=True))
+            entries.append(TokenLogprobs(token_id=int(token_id), logprob=value, rank=int(rank), top=alternatives))
+        return entries

@@ -10,7 +10,7 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.faults import isolated
 from llmq.runtime.sampling.draws import Drawn, Draws, HostDraws
 from llmq.runtime.sampling.grammar_mask import GrammarMask
-from llmq.runtime.sampling.logprobs import token_logprobs
+from llmq.runtime.sampling.logprobs import LaunchedLogprobs
 from llmq.runtime.sampling.noise import exponentials
 from llmq.runtime.sampling.processors import PROCESSORS, changes_logits
 from llmq.runtime.sampling_params import SamplingParams
@@ -64,7 +64,15 @@ class Sampler:
         draws = self._choose(logits, requests, errors)
         if isinstance(draws, Drawn):
             draws = HostDraws(draws, logits.device)
-        return LaunchedSample(draws, requests, log_probs, errors)
+        if log_probs:
+            token_ids = draws.token_ids
+            logprobs = {
+                row: LaunchedLogprobs(values[None], token_ids[row : row + 1], requests[row].params.logprobs)
+                for row, values in log_probs.items()
+            }
+        else:
+            logprobs = {}
+        return LaunchedSample(draws, len(requests), logprobs, errors)
 
     def end_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end a request."""
@@ -76,8 +84,8 @@ class LaunchedSample:
     """Tokens of rows that may still be on their way to the host."""
 
     draws: Draws
-    requests: Sequence[RunnerRequest]
-    log_probs: Mapping[int, torch.Tensor]  # of the rows that ask for them
+    num_rows: int
+    logprobs: Mapping[int, LaunchedLogprobs]  # of the rows that ask for them
     errors: dict[int, str]  # by row
 
     def read(self) -> list[RequestResult]:
@@ -87,18 +95,13 @@ class LaunchedSample:
             if not math.isfinite(value):
                 errors[row] = errors.get(row, _NO_TOKEN if value == -math.inf else _NOT_FINITE)
         return [
-            _result(token_ids[row], request, self.log_probs.get(row), errors.get(row))
-            for row, request in enumerate(self.requests)
+            RequestResult(error=errors[row])
+            if row in errors
+            else RequestResult(
+                token_ids=[token_ids[row]], logprobs=self.logprobs[row].read() if row in self.logprobs else []
+            )
+            for row in range(self.num_rows)
         ]
-
-
-def _result(token_id: int, request: RunnerRequest, log_probs: torch.Tensor | None, error: str | None) -> RequestResult:
-    if error is not None:
-        return RequestResult(error=error)
-    logprobs = []
-    if log_probs is not None:
-        logprobs = token_logprobs(log_probs[None], [token_id], request.params.logprobs)
-    return RequestResult(token_ids=[token_id], logprobs=logprobs)
 
 
 def choose_by_torch(logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]) -> Drawn:
