@@ -125,10 +125,7 @@ class Staging:
         device = self._copies.start(buffer.memory[buffer.used : buffer.used + end])
         buffer.used += end
         buffer.copied = self._copies.mark()
-        return [
-            device[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+        return [_view(device, start, array) for start, array in zip(starts, arrays, strict=True)]
 
     def send_integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """int64."""
@@ -143,6 +140,13 @@ class Staging:
         replaced = _Buffer(self._copies.buffer(max(2 * len(buffer.memory), num_bytes)))
         self._buffers[self._turn] = replaced
         return replaced
+
+
+def _view(device: Tensor, start: int, array: np.ndarray) -> Tensor:
+    dtype = _TORCH_DTYPES[array.dtype]
+    if not array.nbytes:  # no bytes have no stride that another dtype could be viewed by
+        return device.new_empty(array.shape, dtype=dtype)
+    return device[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 class Fetched:

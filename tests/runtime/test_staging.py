@@ -70,6 +70,14 @@ def test_on_the_host_it_is_a_copy():
     assert torch.equal(staging.send_integers([(1, 2), (3, 4)]), torch.tensor([[1, 2], [3, 4]]))
 
 
+def test_nothing_can_be_sent():
+    staging = Staging(HostCopies())
+    assert staging.send([]) == []
+    sent = staging.send_integers([])
+    assert (sent.shape, sent.dtype) == ((0,), torch.int64)
+    check(staging.send([np.zeros((0, 3), dtype=np.int32)]), [np.zeros((0, 3), dtype=np.int32)])
+
+
 def test_no_buffer_is_written_before_its_copies_are_over():
     device = PretendedDevice()
     staging, sent = Staging(device, 4096), []
