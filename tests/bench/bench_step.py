@@ -58,10 +58,10 @@ def fastest(engine: Engine, arguments: argparse.Namespace) -> tuple[int, dict[st
     """How many steps of the measured kind there were, and the least seconds of each part, of the whole as ""."""
     runner, watch, steps = engine.executor.runner, Stopwatch(), 0
     operations: list[tuple[str, float]] = []
-    sampler, logits = runner.sampler, runner.program.logits
+    launch, logits = runner.sampler.launch, runner.program.logits
     for _ in range(arguments.turns):
         add_requests(engine, arguments)
-        runner.sampler, runner.program.logits = watch.wrapped("sampler", sampler), watch.wrapped("head", logits)
+        runner.sampler.launch, runner.program.logits = watch.wrapped("sampler", launch), watch.wrapped("head", logits)
         step, steps_before = watch.wrapped("", engine.step), steps
         runner.program.start_timing()
         while arguments.prefill or len(engine.scheduler.running) == arguments.batch:
@@ -75,7 +75,7 @@ def fastest(engine: Engine, arguments: argparse.Namespace) -> tuple[int, dict[st
             operations = [
                 (name, min(seconds, before.get(index, math.inf))) for index, (name, seconds) in enumerate(timed)
             ]
-        runner.sampler, runner.program.logits = sampler, logits
+        runner.sampler.launch, runner.program.logits = launch, logits
         while engine.has_unfinished_requests:
             engine.step()
     parts = Counter(watch.seconds)
