@@ -143,6 +143,9 @@ def test_bad_options_are_refused_before_anything_is_written(tmp_path, requests, 
 
 
 def test_ranks_that_a_model_cannot_be_split_into_are_refused(requests, tmp_path, model):
+    done = run(requests, tmp_path / "out.jsonl", model, "--pp", "3")
+    assert done.returncode == 2
+    assert "--pp 3: a stage holds one layer or more, and this model has 2; valid: 1 to 2" in done.stderr
     done = run(requests, tmp_path / "out.jsonl", model, "--tp", "3")
     assert done.returncode == 2
     assert "--tp 3 does not split 4 heads, 2 KV heads and an MLP of 128 features evenly; valid: 1, 2, 4" in done.stderr

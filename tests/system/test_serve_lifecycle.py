@@ -35,6 +35,8 @@ def test_what_the_kv_cache_cannot_hold_is_refused_before_the_weights_load(smollm
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--pp", "31"], "--pp 31: a stage holds one layer or more, and this model has 30; valid: 1 to 30"),
+        (["--pp", "2", "--slo", "tpot=1s"], "--slo is kept one step at a time, and --pp 2 computes 2 at once"),
         (["--tp", "2"], "does not split 9 heads, 3 KV heads and an MLP of 1536 features evenly; valid: 1, 3"),
         (["--dtype", "int3"], "--dtype int3"),
         (["--kv-cache-memory", "64M"], "64M"),

@@ -1,4 +1,4 @@
-"""`llmq serve --tp`: ranks as processes behind the real server."""
+"""`llmq serve --tp --pp`: ranks as processes behind the real server."""
 
 import json
 import os
@@ -49,6 +49,23 @@ def test_smollm2_on_three_ranks_says_what_one_says(smollm2: Path):
     assert are_gone(ranks)
 
 
+def test_smollm2_in_two_and_in_three_stages_says_what_one_says(smollm2: Path):
+    """Of 30 layers and a tied embedding as large as eight of them, which both ends hold."""
+    prompts = ["The capital of France is", "Water boils at", "Once upon a time"]
+    body = {"prompt": prompts, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    flags = ("--dtype", "fp32", "--kv-cache-memory", "32MiB", "--max-model-len", "256")
+    texts = []
+    for pp in ("1", "2", "3"):
+        server = Served(smollm2, *flags, "--pp", pp)
+        texts.append([choice["text"] for choice in server.complete(**body)["choices"]])
+        if pp != "1":
+            assert f"on {pp} ranks in {pp} stages of cpu" in server.stderr
+            assert "program torch" in server.stderr
+            assert len(rank_pids(server)) == int(pp) - 1
+        assert server.stop() == 0, server.stderr
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.fixture
 def tiny(tiny_llama) -> Path:
     return tiny_llama(model_type="qwen2")
@@ -69,6 +86,24 @@ def test_a_rank_killed_in_a_stream_ends_all_with_its_reason(tiny):
     assert f"rank 1 (pid {victim}) ended by signal 9" in json.loads(events[-1])["error"]["message"]
     assert server.wait(30) == 1
     assert f"rank 1 (pid {victim}) ended by signal 9" in server.stderr
+    assert "Traceback" not in server.stderr
+    assert are_gone([engine, victim])
+
+
+def test_a_stage_killed_in_a_stream_ends_all_with_its_reason(tiny):
+    server = Served(tiny, "--pp", "2")
+    engine, (victim,) = server.engine_pid(), rank_pids(server)
+    events = []
+    body = {"model": "smol", "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", TEXT, json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+            if len(events) == 3:
+                os.kill(victim, signal.SIGKILL)
+    assert len(events) < 480
+    assert f"rank 1 (pid {victim}) ended by signal 9" in json.loads(events[-1])["error"]["message"]
+    assert server.wait(30) == 1
     assert "Traceback" not in server.stderr
     assert are_gone([engine, victim])
 
@@ -116,9 +151,11 @@ def test_tokens_over_http_are_those_of_one_rank(tmp_path, tiny_llama, make_model
         (folder / name).write_bytes((tiny_llama() / name).read_bytes())
     body = {"prompt": [5, 6, 7], "max_tokens": 32, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     answers = []
-    for tp in ("1", "2"):
-        server = Served(folder, "--dtype", "fp32", "--tp", tp)
+    for tp, pp in (("1", "1"), ("2", "1"), ("2", "2")):
+        server = Served(folder, "--dtype", "fp32", "--tp", tp, "--pp", pp)
         answers.append(server.complete(**body)["choices"][0]["logprobs"])
+        assert len(rank_pids(server)) == int(tp) * int(pp) - 1
         assert server.stop() == 0
-    assert answers[0]["tokens"] == answers[1]["tokens"]
-    assert answers[0]["token_logprobs"] == pytest.approx(answers[1]["token_logprobs"], abs=1e-3)
+    for answer in answers[1:]:
+        assert answer["tokens"] == answers[0]["tokens"]
+        assert answer["token_logprobs"] == pytest.approx(answers[0]["token_logprobs"], abs=1e-3)
