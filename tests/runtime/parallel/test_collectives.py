@@ -1,4 +1,4 @@
-"""Collectives between real processes: what each rank gets, to the last bit."""
+"""Collectives and links between real processes: what each rank gets, to the last bit."""
 
 import subprocess
 import sys
@@ -61,3 +61,44 @@ def test_three_processes(tmp_path: Path):
     # In order: no number depends on where it lies.
     assert torch.equal(made[0][True, "one row"][0], made[0][True, torch.bfloat16][5])
     assert all(torch.equal(part, x) for part, x in zip(made[0]["gathered"], inputs, strict=True))
+
+
+STAGE = """
+import sys
+from pathlib import Path
+import torch
+from llmq.runtime.parallel.collectives import LostPeerError
+from llmq.runtime.parallel.stage_link import PeerLink
+
+stage, folder = int(sys.argv[1]), Path(sys.argv[2])
+link = PeerLink(stage, 2)
+link.connect(folder / "link", torch.device("cpu"))
+sizes = [(3, torch.float32), (1, torch.bfloat16), (5000, torch.float16), (2, torch.float32), (7, torch.bfloat16)]
+steps = [torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows, dtype in sizes]
+if stage == 0:
+    for hidden in steps:
+        link.send(hidden.T.contiguous().T)  # in whatever order it lies
+        assert len(link._sent) <= 2  # of those that nobody has taken
+    for work, _ in link._sent:
+        work.wait()
+else:
+    for hidden in steps:
+        assert torch.equal(link.receive(torch.empty_like(hidden)), hidden)
+    try:
+        link.receive(torch.empty(1, 64))  # from one that has ended
+    except LostPeerError as error:
+        print(error)
+print(dict(link.counts))
+"""
+
+
+def test_two_stages(tmp_path: Path):
+    stages = [
+        subprocess.Popen([sys.executable, "-c", STAGE, str(stage), tmp_path], stdout=subprocess.PIPE, text=True)
+        for stage in range(2)
+    ]
+    said = [stage.communicate(timeout=120)[0].splitlines() for stage in stages]
+    assert [stage.returncode for stage in stages] == [0, 0]
+    assert said[0] == ["{'send': 5}"]
+    assert said[1][0].startswith("a collective of the ranks failed: ")
+    assert said[1][1] == "{'receive': 6}"
