@@ -58,7 +58,8 @@ class UnfusedExperts(nn.Module):
                 made = expert(hidden_states[token])
             else:
                 continue
-            output.index_add_(0, token, made * top_k_weights[token, choice, None])
+            # Under autocast `made` has fewer bits than the residual stream, and so may the router's weights.
+            output.index_add_(0, token, (made * top_k_weights[token, choice, None]).to(output.dtype))
         return output
 
 
