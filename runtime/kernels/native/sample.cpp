@@ -152,7 +152,8 @@ void sample(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t s
     for (int64_t row = begin; row < end; row++) {
       const float* x = logits + row * stride;
       highest[row] = kernels().largest(x, vocab_size, &token_ids[row]);
-      if (draws[row].temperature > 0 && std::isfinite(highest[row])) {
+      // Where the quotient overflows, weights would be no numbers: what has so large logits draws the likeliest.
+      if (draws[row].temperature > 0 && std::isfinite(highest[row] / draws[row].temperature)) {
         token_ids[row] = draw_token(x, vocab_size, draws[row], highest[row]);
       }
     }

@@ -12,7 +12,7 @@ struct Draw {
   int64_t top_k;      // 0: all
   double top_p;       // the smallest head of the ordered tokens whose share reaches this; 1: all
   float min_p;        // tokens less likely than this times the likeliest go; 0: none
-  float temperature;  // 0: the likeliest token, the first of several
+  float temperature;  // 0, or so low that the highest logit overflows: the likeliest token, the first of several
 };
 
 // logits: [num_rows, vocab_size], rows stride apart. `highest` is the largest logit of a row, NaN where any is; then,

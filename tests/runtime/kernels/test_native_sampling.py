@@ -116,6 +116,14 @@ def test_the_first_of_equals_and_numbers_that_are_none(isa):
     assert made[4].token_ids == [640]
 
 
+def test_a_temperature_by_which_a_logit_overflows_takes_the_likeliest(isa):
+    """The quotient is infinite, and what is taken from it no number."""
+    logits = torch.full((3, 1000), -3e38)
+    logits[:2, 640] = 3e38
+    hot = [request_of(SamplingParams(temperature=0.5, seed=1, **cut), 1) for cut in ({}, {"top_p": 0.9}, {"top_k": 3})]
+    assert draw_on_cpu(logits, hot, {})[0] == [640, 640, 0]
+
+
 def test_an_engine_draws_by_it(tiny_llama, make_engine):
     sampler = make_engine(tiny_llama()).executor.runner.sampler
     assert sampler._choose is draw_on_cpu
