@@ -177,7 +177,10 @@ struct ByteUnits {
     int8_t* low = reinterpret_cast<int8_t*>(to + units);
     for (int d = 0; d < 4 * units; d += 16) {
       const int n = least(16, 4 * units - d), given = least(16, head_dim - d);
-      const __m512i whole = _mm512_cvtps_epi32((F32::load(query + d, given) * inverse).v);
+      // No number becomes 0, of which a sum stays within its 32 bits: the scale is NaN, or infinite, by itself.
+      const F32 scaled = F32::load(query + d, given) * inverse;
+      const __mmask16 are_numbers = _mm512_cmp_ps_mask(scaled.v, scaled.v, _CMP_ORD_Q);
+      const __m512i whole = _mm512_maskz_cvtps_epi32(are_numbers, scaled.v);
       sum = _mm512_add_epi32(sum, whole);
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
       _mm_mask_storeu_epi8(high + d, F32::mask(n), _mm512_cvtepi32_epi8(upper));
