@@ -9,7 +9,7 @@ for sanitizers in ${1:-address,undefined thread}; do
   build="$root/build/sanitize-${sanitizers/,/-}"
   cmake -S "$here" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLMQ_SANITIZE="$sanitizers" --log-level=WARNING
   cmake --build "$build" --parallel "$(nproc)"
-  for program in pool_check linear_check program_check; do
+  for program in pool_check linear_check attention_check program_check sample_check; do
     echo "$program under $sanitizers"
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 "$build/$program"
   done
