@@ -87,6 +87,10 @@ def test_a_stage_computes_the_next_step_before_the_other_has_answered_the_last(q
     assert tokens(made) == tokens(run_all(make_engine(qwen2), PROMPTS[:2], greedy(8)))
 
 
+def numbers_of(fingerprint: dict[str, str]) -> dict[str, str]:
+    return fingerprint | {"program": fingerprint["program"].partition(" (")[0]}
+
+
 def test_requests_of_all_kinds_have_the_tokens_of_one_rank(qwen2, make_engine, staged):
     alone, together = make_engine(qwen2), staged(qwen2, max_num_batched_tokens=32, max_num_seqs=8)
     link = together.executor.runner.program._link
@@ -101,7 +105,8 @@ def test_requests_of_all_kinds_have_the_tokens_of_one_rank(qwen2, make_engine, s
                     [s.logprob for s in getattr(other, scores)], abs=1e-5
                 )
     assert link.counts == {"receive": together.stats().num_steps}
-    assert together.info.fingerprint == alone.info.fingerprint  # stages decide no number
+    # Stages decide no number; both run torch's program, each for a reason of its own.
+    assert numbers_of(together.info.fingerprint) == numbers_of(alone.info.fingerprint)
     assert (together.info.num_ranks, together.info.num_stages) == (2, 2)
     assert together.info.weight_bytes == alone.info.weight_bytes
 
