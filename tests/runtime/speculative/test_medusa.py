@@ -50,7 +50,7 @@ def test_random_heads_change_no_token(tiny_llama, make_engine, tmp_path, params)
 class Watcher:
     """Guesses nothing, and notes which hidden state each token was sampled from."""
 
-    name, reads_hidden = "watcher", "last"
+    name, reads_hidden, num_pooled = "watcher", "last", 0
 
     def __init__(self) -> None:
         self.seen: dict[str, list[torch.Tensor]] = {}
