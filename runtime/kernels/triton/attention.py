@@ -299,6 +299,7 @@ def _shape(rows: int, padded_k: int, padded_v: int, dtype: torch.dtype, target: 
         return (32, 8, 2) if wide else (64, 4, 3)
     if target.has_large_tiles and not wide:
         return 64, 8, 3 if target.is_hopper else 2
-    # With 4 warps ptxas holds sm_89 to 168 registers, and spills where K and V are converted.
-    many_warps = target.backend == "cuda" and (wide or rows > 64 or target.arch == 89)
+    # ptxas holds sm_89 to 168 registers with 4 warps and to 128 with 8: converted K and V spill in one or the other.
+    is_small_on_ada = target.arch == 89 and max(padded_k, padded_v) <= 64
+    many_warps = target.backend == "cuda" and (wide or rows > 64 or is_small_on_ada)
     return 32, 8 if many_warps else 4, 2
