@@ -5,6 +5,7 @@ import pytest
 
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.engine import Engine
+from llmq.runtime.kernels import optional
 
 
 @pytest.fixture
@@ -16,3 +17,18 @@ def make_engine() -> Callable[..., Engine]:
         return Engine.from_config(EngineConfig(model=str(folder), **fields))
 
     return make
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """installed(version): of every package of others' kernels, as if pip had it; None: none."""
+
+    def set_version(version):
+        def of(distribution):
+            if version is None:
+                raise optional.metadata.PackageNotFoundError(distribution)
+            return version
+
+        monkeypatch.setattr(optional.metadata, "version", of)
+
+    return set_version

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
 from llmq.runtime.attention.flashinfer import NUM_WRAPPERS, FlashInferAttention, choose_flashinfer
 from llmq.runtime.attention.reference import ReferenceAttention
-from llmq.runtime.kernels import optional
 from llmq.runtime.kernels.optional import KernelPackage
 from llmq.runtime.kv_store import KVStore
 
@@ -60,21 +59,6 @@ def test_a_step_is_planned_once_for_all_its_layers_and_wrappers_take_turns():
 def store_of(dtype="fp16", dims=(64, 64), window=None):
     spec = KVCacheSpec(2, *dims, KV_DTYPES[dtype], window)
     return KVStore(KVCacheLayout((KVCacheGroup(spec, (0, 1), 16),)), 2, CPU)
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """A version of flashinfer-python, as if pip had it; None: none."""
-
-    def set_version(version):
-        def of(distribution):
-            if version is None:
-                raise optional.metadata.PackageNotFoundError(distribution)
-            return version
-
-        monkeypatch.setattr(optional.metadata, "version", of)
-
-    return set_version
 
 
 def choose(store, capability=(9, 0), dtype=torch.float16, module=fake_flashinfer):

@@ -9,7 +9,6 @@ from random_weights import make
 
 pytest.importorskip("triton", reason="no triton here: pip install -e '.[triton]'")
 
-from llmq.runtime.kernels import optional
 from llmq.runtime.layers.humming_linear import HummingLinear, humming_tensors, use_humming
 from llmq.runtime.layers.mlp import ACTIVATIONS, MLP
 from llmq.runtime.layers.triton_linear import TritonWeightOnlyLinear
@@ -38,19 +37,6 @@ def mlp_of(kind, bias=False, **more):
 
 def decoder_of(*parts):
     return types.SimpleNamespace(blocks=[types.SimpleNamespace(part=part) for part in parts])
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    def set_version(version):
-        def of(distribution):
-            if version is None:
-                raise optional.metadata.PackageNotFoundError(distribution)
-            return version
-
-        monkeypatch.setattr(optional.metadata, "version", of)
-
-    return set_version
 
 
 def use(*parts, capability=(9, 0), module=fake_humming, dtype=torch.float16):

@@ -71,27 +71,9 @@ def tiny(tiny_llama) -> Path:
     return tiny_llama(model_type="qwen2")
 
 
-def test_a_rank_killed_in_a_stream_ends_all_with_its_reason(tiny):
-    server = Served(tiny, "--tp", "2")
-    engine, (victim,) = server.engine_pid(), rank_pids(server)
-    events = []
-    body = {"model": "smol", "prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": True, "stream": True}
-    with server.http.stream("POST", TEXT, json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
-            if len(events) == 3:
-                os.kill(victim, signal.SIGKILL)
-    assert len(events) < 240
-    assert f"rank 1 (pid {victim}) ended by signal 9" in json.loads(events[-1])["error"]["message"]
-    assert server.wait(30) == 1
-    assert f"rank 1 (pid {victim}) ended by signal 9" in server.stderr
-    assert "Traceback" not in server.stderr
-    assert are_gone([engine, victim])
-
-
-def test_a_stage_killed_in_a_stream_ends_all_with_its_reason(tiny):
-    server = Served(tiny, "--pp", "2")
+@pytest.mark.parametrize("option", ["--tp", "--pp"])
+def test_a_rank_killed_in_a_stream_ends_all_with_its_reason(tiny, option):
+    server = Served(tiny, option, "2")
     engine, (victim,) = server.engine_pid(), rank_pids(server)
     events = []
     body = {"model": "smol", "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 240, "ignore_eos": True, "stream": True}
@@ -104,6 +86,7 @@ def test_a_stage_killed_in_a_stream_ends_all_with_its_reason(tiny):
     assert len(events) < 480
     assert f"rank 1 (pid {victim}) ended by signal 9" in json.loads(events[-1])["error"]["message"]
     assert server.wait(30) == 1
+    assert f"rank 1 (pid {victim}) ended by signal 9" in server.stderr
     assert "Traceback" not in server.stderr
     assert are_gone([engine, victim])
 
