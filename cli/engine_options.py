@@ -214,7 +214,7 @@ def speculation(
     if method == "ngram" and chosen:
         raise InputError(f"{said[-1]}: --speculative ngram takes no drafter; use draft or auto")
     if method == "draft" and not chosen:
-        raise InputError("--speculative draft: by which model? Give --draft-model or --draft-quant w4")
+        raise InputError("--speculative draft: by which model? Give --draft-model, --draft-quant w4 or --draft-layers")
     if method in ("eagle", "medusa") and draft_model is None:
         raise InputError(f"--speculative {method}: by which heads? Give their folder as --draft-model")
     if pool is not None and (chosen or method not in ("ngram", "auto")):
