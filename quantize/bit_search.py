@@ -80,7 +80,7 @@ def search_space(plan: Plan) -> SearchSpace:
     settings = {}
     for bits in sorted(recipe.traits.bits):
         for size in SEARCHED_GROUP_SIZES:
-            one = LinearSettings(recipe.method, bits, size, recipe.symmetric)
+            one = LinearSettings(recipe.method, bits, size, recipe.default.symmetric)
             settings[one.scheme.name] = one
     shared = []
     for targets in _groups(plan):

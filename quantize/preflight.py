@@ -13,7 +13,7 @@ from llmq.profiles.errors import FailedError, InputError
 from llmq.profiles.families import FAMILIES
 from llmq.profiles.units import format_bytes
 from llmq.quantize.backends.registry import OWN, backend_named
-from llmq.quantize.formats.legal import check_legal, check_together, loads_experts
+from llmq.quantize.formats.legal import check_legal, check_together, default_symmetric, loads_experts
 from llmq.quantize.formats.scheme import WeightScheme
 from llmq.quantize.group_sizes import resolve_group_size
 from llmq.quantize.recipe import DEFAULT_FORMAT, LinearSettings, Recipe
@@ -28,9 +28,9 @@ class Plan:
 
     source: Checkpoint
     out: Path
-    recipe: Recipe  # its default's group size resolved
+    recipe: Recipe  # its default resolved
     selection: Selection
-    settings: Mapping[str, LinearSettings]  # of each target; group sizes resolved
+    settings: Mapping[str, LinearSettings]  # of each target, resolved
     dtype: str  # of every tensor that is not quantized: the one config.json declares
     group_size_reason: str
     predicted_bytes: int  # of OUT's weights
@@ -136,18 +136,27 @@ def _check_extras(recipe: Recipe) -> None:
 
 
 def _resolve_settings(recipe: Recipe, selection: Selection) -> tuple[dict[str, LinearSettings], Recipe, str]:
-    """The settings of each target, the recipe with its default's group size, and why that one."""
+    """The settings of each target, the recipe with its default's, and why the group size is that one."""
     by_settings: dict[LinearSettings, list[Target]] = {}
     for target in selection.targets:
         rule = selection.rules.get(target.name)
         by_settings.setdefault(rule.settings if rule else recipe.default, []).append(target)
+    has_experts = any(target.is_expert for target in selection.targets)
     resolved, reason = {}, "no linear takes it: every one has settings of its own"
     for settings, targets in by_settings.items():
         chosen, why = resolve_group_size(settings, targets)
+        chosen = _signed(chosen, recipe.format, has_experts)
         resolved.update(dict.fromkeys((target.name for target in targets), chosen))
         if settings == recipe.default:
             recipe, reason = replace(recipe, default=chosen), why
     return {target.name: resolved[target.name] for target in selection.targets}, recipe, reason
+
+
+def _signed(settings: LinearSettings, format_name: str, has_experts: bool) -> LinearSettings:
+    if settings.symmetric is not None:
+        return settings
+    preferred, bits = settings.traits.symmetric, settings.bits
+    return replace(settings, symmetric=default_symmetric(preferred, bits, format_name, has_experts=has_experts))
 
 
 def _loaders(plan: Plan) -> tuple[str, ...]:
@@ -159,13 +168,15 @@ def _loaders(plan: Plan) -> tuple[str, ...]:
         for target in plan.targets
     ]
     check_together(plan.schemes.values(), plan.recipe.format, has_kv_scales=plan.recipe.kv is not None)
-    experts = {plan.schemes[target.name] for target in plan.targets if ".experts." in target.name}
+    experts = {plan.schemes[target.name] for target in plan.targets if target.is_expert}
     loaders = [
         name
         for name in rows[0].loaders
         if all(name in row.loaders for row in rows)
         and all(loads_experts(name, scheme, plan.recipe.format) for scheme in experts)
     ]
+    if experts and len(set(plan.schemes.values())) > 1 and "transformers" in loaders:
+        loaders.remove("transformers")  # 5.17 takes the experts for the first group's
     if plan.recipe.kv == "int8" and "vllm" in loaders:
         loaders.remove("vllm")
     if _cut_by_blocks(plan) and "transformers" in loaders:
@@ -202,8 +213,9 @@ def _kv_warnings(recipe: Recipe) -> tuple[str, ...]:
 
 def _expert_warnings(plan: Plan) -> tuple[str, ...]:
     """What others load as a linear they do not all load as an expert."""
-    experts = [name for name in plan.schemes if ".experts." in name]
-    if not any(not plan.schemes[name].symmetric for name in experts) or plan.recipe.format != DEFAULT_FORMAT:
+    schemes = plan.schemes
+    experts = [target.name for target in plan.targets if target.is_expert and target.name in schemes]
+    if all(schemes[name].symmetric for name in experts) or plan.recipe.format != DEFAULT_FORMAT:
         return ()
     return (
         f"{len(experts)} linears of experts have zero points: llmq runs them, and vLLM and transformers load experts "

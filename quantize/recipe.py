@@ -28,7 +28,7 @@ class MethodTraits:
 
     title: str
     bits: tuple[int, ...]  # that it stores, its default first
-    symmetric: bool  # its default
+    symmetric: bool  # its default, where the format and the loaders of experts take it
     is_grouped: bool  # takes --group-size, --sym, --asym
     is_calibrated: bool  # takes --calib, --samples, --seq-len
     moves_scales: bool = False  # into the norms before the linears: needs to know which feed which
@@ -55,12 +55,12 @@ METHODS: dict[Method, MethodTraits] = {
 
 @dataclass(frozen=True)
 class LinearSettings:
-    """What a linear becomes. `group_size` may still be "auto" (see `preflight`)."""
+    """What a linear becomes. `group_size` may still be "auto", `symmetric` None: by the format (see `preflight`)."""
 
     method: Method
     bits: int
     group_size: int | Literal["auto", "channel"]
-    symmetric: bool
+    symmetric: bool | None
     fp8_scheme: Fp8Scheme = "dynamic"
 
     @classmethod
@@ -91,7 +91,7 @@ class LinearSettings:
             method=method,
             bits=bits or traits.bits[0],
             group_size=_parse_group_size(group_size) if traits.is_grouped else "channel",
-            symmetric=traits.symmetric if symmetric is None else symmetric,
+            symmetric=symmetric if traits.is_grouped else traits.symmetric,
             fp8_scheme=fp8_scheme or "dynamic",
         )
 
@@ -105,9 +105,9 @@ class LinearSettings:
 
     @property
     def scheme(self) -> WeightScheme:
-        """What a linear is stored as. The group size must have been resolved."""
-        if self.group_size == "auto":
-            raise ValueError("the group size is not resolved yet")
+        """What a linear is stored as. The group size and the sign must have been resolved."""
+        if self.group_size == "auto" or self.symmetric is None:
+            raise ValueError("the group size or the sign is not resolved yet")
         if self.method == "fp8":
             return _FP8_WEIGHTS[self.fp8_scheme]
         if self.method == "smoothquant":
@@ -159,7 +159,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every choice made, except that group sizes may still be "auto"."""
+    """Every choice made, except for what LinearSettings may leave open."""
 
     default: LinearSettings
     rules: tuple[Rule, ...] = ()  # of several that name a linear the last one counts
@@ -208,10 +208,6 @@ class Recipe:
     @property
     def bits(self) -> int:
         return self.default.bits
-
-    @property
-    def symmetric(self) -> bool:
-        return self.default.symmetric
 
     @property
     def group_size(self) -> int | str:

@@ -32,6 +32,10 @@ class Target:
         return self.name.rsplit(".", 1)[1]
 
     @property
+    def is_expert(self) -> bool:
+        return ".experts." in self.name
+
+    @property
     def layer(self) -> int:
         return int(_LAYER.search(self.name).group(1))
 

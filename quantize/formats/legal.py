@@ -141,6 +141,23 @@ def loads_experts(loader: str, scheme: WeightScheme, format_name: str) -> bool:
     return True
 
 
+def default_symmetric(preferred: bool, bits: int, format_name: str, *, has_experts: bool) -> bool:
+    """Whether weights of a method that prefers zero points (False) or none (True) get none where nobody said.
+
+    So where the format stores no other integers of `bits`, and in compressed-tensors in a mixture, whose other loaders
+    take experts without zero points alone; the linears beside them too, for transformers looks for one scheme.
+    """
+    if has_experts and format_name == "compressed-tensors":
+        return True
+    stored = {
+        symmetric
+        for row in LEGAL
+        if (row.format, row.kind, row.inputs) == (format_name, "int", "16 bit") and bits in row.bits
+        for symmetric in row.symmetric
+    }
+    return preferred if preferred in stored or not stored else not preferred
+
+
 def check_together(schemes: Iterable[WeightScheme], format_name: str, *, has_kv_scales: bool) -> None:
     """Raise FormatError where a format has no place for scales of the KV-cache, or one scheme for all linears alone."""
     if has_kv_scales and format_name not in _WITH_KV_SCALES:

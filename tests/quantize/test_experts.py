@@ -62,7 +62,8 @@ def test_rounded_experts_run(mixture, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "loaders", "warned"),
     [
-        ({"method": "rtn"}, ("llmq",), True),
+        ({"method": "rtn"}, ("llmq", "vllm", "transformers"), False),
+        ({"method": "rtn", "symmetric": False}, ("llmq",), True),
         ({"method": "rtn", "symmetric": True}, ("llmq", "vllm", "transformers"), False),
         ({"method": "rtn", "symmetric": True, "bits": 3}, ("llmq", "transformers"), False),
         ({"method": "smoothquant"}, ("llmq", "vllm"), False),
@@ -85,7 +86,7 @@ def test_transformers_runs_experts_without_zero_points(tiny_llama, run_quantize,
 
     source = tiny_llama(model_type=model_type, num_experts_per_tok=2, **MIXTURES[model_type][2])
     out, dense = tmp_path / "out", tmp_path / "dense"
-    run_quantize(source, out, "rtn", symmetric=True, group_size="32")
+    run_quantize(source, out, "rtn", group_size="32")
     checkpoint = read_checkpoint(out)
     read, stored = TensorReader(checkpoint), format_of(checkpoint.quantization, checkpoint.tensors)
     shutil.copytree(source, dense)
@@ -149,7 +150,7 @@ def test_an_expert_that_is_never_chosen_is_calibrated_with_all_tokens_and_named(
         prefix = f"model.layers.{layer}.{block}"
         experts = {e.name: e for e in report.linears if e.name.startswith(f"{prefix}.experts.")}
         assert len(experts) == 8 * 3
-        assert {entry.scheme for entry in experts.values()} == {report.scheme}
+        assert {entry.scheme for entry in experts.values()} == {report.scheme} == {"int4 g32 symmetric"}
         assert {experts[f"{prefix}.experts.7.{w}"].routed_tokens for w in kinds} == {0}
         assert {experts[f"{prefix}.experts.7.{w}"].num_tokens for w in kinds} == {all_tokens}
         routed = [experts[f"{prefix}.experts.{index}.{kinds[0]}"].routed_tokens for index in range(8)]

@@ -224,7 +224,7 @@ def test_weights_that_are_not_what_the_config_says_are_refused(tmp_path):
     [
         ({"method": "awq"}, ("llmq", "vllm", "transformers")),
         ({"method": "awq", "bits": 3}, ("llmq", "transformers")),
-        ({"method": "gptq", "symmetric": True, "format": "gptq"}, ("llmq", "vllm", "gptqmodel")),
+        ({"method": "gptq", "format": "gptq"}, ("llmq", "vllm", "gptqmodel")),
         ({"method": "rtn", "kv": "int8"}, ("llmq", "transformers")),
         ({"method": "fp8", "fp8_scheme": "block"}, ("llmq", "vllm")),  # transformers: not where blocks do not divide
         ({"method": "rtn", "rules": (Rule(("o_proj",), LinearSettings.of("rtn", bits=3)),)}, ("llmq", "transformers")),
@@ -364,10 +364,13 @@ def test_siblings_that_run_as_one_must_share_a_scheme(tmp_path, kind):
 def test_a_search_can_give_other_settings_to_a_plan(tmp_path):
     plan = preflight(fake_checkpoint(tmp_path), Recipe.of("rtn", group_size="64"), tmp_path / "out")
     down = [name for name in plan.settings if "down" in name]
-    changed = plan.with_settings(dict.fromkeys(down, LinearSettings.of("rtn", bits=8, group_size="128")))
+    changed = plan.with_settings(
+        dict.fromkeys(down, LinearSettings.of("rtn", bits=8, group_size="128", symmetric=True))
+    )
     assert changed.predicted_bytes > plan.predicted_bytes
+    alone = LinearSettings.of("rtn", bits=8, group_size="32", symmetric=True)
     with pytest.raises(InputError, match="must share one scheme"):
-        plan.with_settings({"model.layers.1.mlp.up_proj": LinearSettings.of("rtn", bits=8, group_size="32")})
+        plan.with_settings({"model.layers.1.mlp.up_proj": alone})
 
 
 def test_a_mixture_nobody_knows_is_refused_by_name(tmp_path):

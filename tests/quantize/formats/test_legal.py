@@ -6,7 +6,16 @@ from itertools import product
 import pytest
 
 from llmq.quantize.formats.fp8 import block_scheme
-from llmq.quantize.formats.legal import FORMATS, LEGAL, check_legal, check_together, legal_formats, legal_row
+from llmq.quantize.formats.legal import (
+    FORMATS,
+    LEGAL,
+    check_legal,
+    check_together,
+    default_symmetric,
+    legal_formats,
+    legal_row,
+    loads_experts,
+)
 from llmq.quantize.formats.registry import WRITERS
 from llmq.quantize.formats.scheme import ActivationScheme, FormatError, KVCacheScheme, WeightScheme
 from llmq.quantize.recipe import METHODS, LinearSettings
@@ -67,8 +76,24 @@ def test_the_table_knows_every_layout_that_is_written():
 def test_every_method_is_in_the_row_of_what_it_makes(method):
     made_by = {"best": {"awq", "gptq"}}.get(method, {method})
     for bits in METHODS[method].bits:
-        scheme = LinearSettings.of(method, bits=bits, group_size=64 if METHODS[method].is_grouped else None).scheme
+        grouped = {"group_size": 64, "symmetric": False} if METHODS[method].is_grouped else {}
+        scheme = LinearSettings.of(method, bits=bits, **grouped).scheme
         assert made_by <= set(check_legal(scheme, "compressed-tensors").methods)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_where_nobody_said_there_are_zero_points_if_the_format_and_the_loaders_of_experts_take_them(format_name):
+    for bits, has_experts in product((4, 8), (False, True)):
+        rows = [row for row in LEGAL if row.format == format_name and "rtn" in row.methods and bits in row.bits]
+        if not rows:
+            continue
+        chosen = default_symmetric(False, bits, format_name, has_experts=has_experts)
+        assert chosen in rows[0].symmetric
+        scheme = WeightScheme("int", bits, "group", 64, chosen, None, "pack-quantized")
+        if has_experts and "vllm" in rows[0].loaders:
+            assert loads_experts("vllm", scheme, format_name)
+        elif False in rows[0].symmetric:
+            assert not chosen
 
 
 def test_every_row_is_of_some_scheme():
