@@ -2,8 +2,12 @@
 
 The terms are those of a roofline (`profiles/roofline.py`) taken one by one: what every step reads and launches, the
 products of a token, a sequence's row of logits and sample, K and V that are read, and the arithmetic of attention.
+
+Of few tokens a step's time is no line: kernels take them by tiles, and the first rows of a tile cost next to nothing.
+So up to 64 tokens each stretch between two of ROW_KNOTS has a price of its own.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -26,8 +30,13 @@ RUN_STEPS = 4
 MIN_RUNS, MAX_RUNS = 12, 128
 UNKNOWN_SPREAD = 1.15  # until there are MIN_RUNS
 MOST_SPREAD = 2.0
+# A step's tokens are priced by themselves from each of these to the next.
+ROW_KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+ROW_PRIOR_STEPS = 16.0  # as PRIOR_STEPS, of each of their prices
+ROW_SMOOTH_STEPS = 0.001  # weight of neighbouring prices being equal, in steps: what the steps do not tell apart
 _HUBER = 1.345  # of the residuals' scale: 95 % as efficient as least squares where they are normal
 _FIT_ROUNDS = 4
+NUM_TERMS = 5  # of a StepCost, without the prices of stretches
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ NOTHING = StepShape(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds: of any step, and of each thing that `StepShape` counts.
+    """Seconds: of any step, and of each thing that `StepShape` counts. Up to the last of ROW_KNOTS a token costs what
+    `row_s` says of its stretch, and `token_s` where that is empty.
 
     A sum where a roofline takes the longer of moving and computing: an upper bound of it, by at most a factor of two.
     Windows and chunks of attention are not told apart: their layers count as if they saw everything.
@@ -69,22 +79,51 @@ class StepCost:
     sequence_s: float
     context_token_s: float
     pair_s: float
+    row_s: tuple[float, ...] = ()
+
+    @classmethod
+    def of_terms(cls, terms: Sequence[float]) -> "StepCost":
+        """`terms` as `_matrix` has its columns."""
+        return cls(*terms[:NUM_TERMS], tuple(terms[NUM_TERMS:]))
+
+    @property
+    def terms(self) -> tuple[float, ...]:
+        return (self.fixed_s, self.token_s, self.sequence_s, self.context_token_s, self.pair_s, *self._row_s)
+
+    @property
+    def _row_s(self) -> tuple[float, ...]:
+        return self.row_s or (self.token_s,) * (len(ROW_KNOTS) - 1)
+
+    def tokens_s(self, num_tokens: float | np.ndarray) -> float | np.ndarray:
+        """Of the layers' products of so many tokens."""
+        if not self.row_s:
+            return self.token_s * num_tokens
+        at_knots = self.token_s + np.concatenate([[0.0], np.cumsum(np.diff(ROW_KNOTS) * self.row_s)])
+        outside = np.minimum(num_tokens, 1) - 1 + np.maximum(num_tokens - ROW_KNOTS[-1], 0)
+        return np.interp(num_tokens, ROW_KNOTS, at_knots) + self.token_s * outside
+
+    def rows_more_s(self, batch: int, context: float, most: int) -> np.ndarray:
+        """[most + 1]: what 0 to `most` rows more add to a step in which `batch` sequences of `context` tokens decode. A
+        row is sampled, and reads K and V that the step reads already."""
+        rows = np.arange(most + 1)
+        own_s = (self.sequence_s + self.pair_s * context) * rows
+        return own_s + self.tokens_s(batch + rows) - self.tokens_s(batch)
 
     def step_s(self, shape: StepShape) -> float:
         return (
             self.fixed_s
-            + self.token_s * shape.num_tokens
+            + float(self.tokens_s(shape.num_tokens))
             + self.sequence_s * shape.num_sequences
             + self.context_token_s * shape.context_tokens
             + self.pair_s * shape.attention_pairs
         )
 
     def scaled(self, factor: float) -> "StepCost":
-        return StepCost(*(factor * term for term in astuple(self)))
+        return StepCost.of_terms([factor * term for term in self.terms])
 
     def tokens_within(self, seconds: float, num_computed: int) -> int:
         """Most tokens of a sequence that has `num_computed` which a step computes in `seconds` beyond its others; a
-        mixed step's decode tokens are not in it.
+        mixed step's decode tokens are not in it, and with them a chunk's are none of the first: `token_s` each.
 
         n tokens take a·n² + b·n + c: pairs grow with the square of a chunk.
         """
@@ -124,7 +163,7 @@ class StepCost:
         """
         if not len(times_s):
             raise ValueError("no measured step")
-        return cls(*_fit(_matrix(shapes), np.asarray(times_s, dtype=float)).tolist())
+        return cls.of_terms(_fit(_matrix(shapes), np.asarray(times_s, dtype=float)).tolist())
 
 
 class StepCostModel:
@@ -177,10 +216,10 @@ class StepCostModel:
     def _refit(self) -> None:
         shapes, times_s = zip(*self._steps, strict=True)
         matrix, measured = _matrix(shapes), np.array(times_s)
-        first = np.array(astuple(self._first))
+        first = np.array(self._first.terms)
         predicted = matrix @ first
         speed = float(np.median(measured[predicted > 0] / predicted[predicted > 0])) if (predicted > 0).any() else 1.0
-        self._terms = StepCost(*_fit(matrix, measured, speed * first).tolist())
+        self._terms = StepCost.of_terms(_fit(matrix, measured, speed * first).tolist())
         self._recent = deque(
             (_ratio(seconds, self._terms.step_s(shape)) for shape, seconds in list(self._steps)[-SPEED_STEPS:]),
             maxlen=SPEED_STEPS,
@@ -192,12 +231,16 @@ def _ratio(measured_s: float, predicted_s: float) -> float:
 
 
 def _matrix(shapes: Sequence[StepShape]) -> np.ndarray:
-    """[steps, terms]"""
-    return np.array([(1, *astuple(shape)) for shape in shapes], dtype=float)
+    """[steps, terms]: those of the line, then tokens in each stretch of ROW_KNOTS."""
+    line = np.array([(1, *astuple(shape)) for shape in shapes], dtype=float)
+    knots, tokens = np.array(ROW_KNOTS, dtype=float), line[:, 1:2]
+    inside = np.clip(tokens - knots[:-1], 0, np.diff(knots))
+    line[:, 1:2] -= inside.sum(axis=1, keepdims=True)
+    return np.hstack([line, inside])
 
 
 def _fit(matrix: np.ndarray, measured: np.ndarray, first: np.ndarray | None = None) -> np.ndarray:
-    """Terms [5], none below 0, by iteratively reweighted least squares of (measured - predicted) / predicted; with
+    """Terms, none below 0, by iteratively reweighted least squares of (measured - predicted) / predicted; with
     `first` drawn towards it where the steps say nothing."""
     seen = matrix.mean(axis=0) / measured.mean()  # a term times this is its share of a mean step
     used = seen > 0
@@ -205,14 +248,17 @@ def _fit(matrix: np.ndarray, measured: np.ndarray, first: np.ndarray | None = No
         # Where no step has what a term counts, any scale will do.
         seen = np.where(used, seen, SMALLEST_SHARE / np.where(first > 0, first, 1))
         used |= first > 0
+    used[1] = used[NUM_TERMS:] = True  # prices of a token are known by each other
+    seen = np.where(seen > 0, seen, 1 / measured.mean())
     columns = matrix[:, used] / seen[used]  # so that what is fitted are shares
-    ridge, aim = np.empty((0, columns.shape[1])), np.empty(0)
+    ridge, aim = _even_prices(measured.mean(), seen)[:, used], np.zeros(len(ROW_KNOTS) - 1)
     if first is not None:
         shares = (first * seen)[used]
         # A term with next to no share must not be multiplied by what is left over of the others.
         rare = np.clip(SMALLEST_SHARE / np.maximum(shares, 1e-12), 1, MOST_WEIGHT) * (shares > 0) + (shares == 0)
-        ridge = np.diag(np.sqrt(PRIOR_STEPS) * rare)
-        aim = ridge @ shares
+        steps = np.where(np.arange(len(first)) < NUM_TERMS, PRIOR_STEPS, ROW_PRIOR_STEPS)[used]
+        own = np.diag(np.sqrt(steps) * rare)
+        ridge, aim = np.vstack([ridge, own]), np.concatenate([ridge @ shares, own @ shares])
     expected = measured
     weights = np.ones(len(measured))
     for _ in range(_FIT_ROUNDS):
@@ -221,11 +267,21 @@ def _fit(matrix: np.ndarray, measured: np.ndarray, first: np.ndarray | None = No
         predicted = columns @ found
         expected = np.maximum(predicted, 0.1 * measured)
         residuals = np.abs(measured / expected - 1)
-        limit = _HUBER * max(1.4826 * float(np.median(residuals)), 1e-6)
+        limit = _HUBER * max(1.4826 * float(np.median(residuals)), 0.01)
         weights = np.sqrt(np.minimum(1.0, limit / np.maximum(residuals, 1e-12)))
     terms = np.zeros(matrix.shape[1])
     terms[used] = found / seen[used]
     return terms
+
+
+def _even_prices(mean_s: float, seen: np.ndarray) -> np.ndarray:
+    """[stretches, terms]: how a token's price, eight times, changes as a share of a mean step from one stretch to the
+    next, and from the last to what lies beyond."""
+    rows = np.zeros((len(ROW_KNOTS) - 1, len(seen)))
+    prices = [*range(NUM_TERMS, len(seen)), 1]
+    for row, (one, other) in enumerate(itertools.pairwise(prices)):
+        rows[row, one], rows[row, other] = -8 / (mean_s * seen[one]), 8 / (mean_s * seen[other])
+    return np.sqrt(ROW_SMOOTH_STEPS) * rows
 
 
 def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """StepPolicy: the numbers by which the scheduler fills a step. The scheduler itself reads no clock and no load."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -85,21 +86,19 @@ class SloPolicy:
             return terms
         cost = self.model.cost
         left_s = self.step_limit_s - cost.step_s(_decodes(decoding))
-        row_s = cost.token_s + cost.sequence_s + cost.pair_s * sum(decoding) / len(decoding)
-        num_tokens = terms.num_tokens
-        if row_s > 0.0:
-            num_tokens = min(num_tokens, int(max(0.0, left_s) / (row_s * len(decoding))))
-        verified_s = row_s * sum(len(one.draft_token_ids) for one in scheduler.running)
+        num_verified = sum(len(one.draft_token_ids) for one in scheduler.running)
+        most = max(terms.num_tokens * len(decoding), num_verified)
+        rows_s = cost.rows_more_s(len(decoding), sum(decoding) / len(decoding), most)
+        fitting = int(np.searchsorted(rows_s, max(0.0, left_s), side="right")) - 1
+        num_tokens, verified_s = min(terms.num_tokens, fitting // len(decoding)), float(rows_s[num_verified])
         return msgspec.structs.replace(terms, num_tokens=num_tokens, most_s=max(0.0, left_s - verified_s))
 
     def most_decodes(self, context: int) -> int:
         """Sequences of `context` tokens that can decode beside the smallest chunk, at least 1."""
         cost = self.model.cost
-        left_s = self.step_limit_s - _reserve_s(cost) - cost.fixed_s
-        each_s = cost.step_s(StepShape.decode(1, context)) - cost.fixed_s
-        if left_s >= each_s * self.most.max_num_seqs:
-            return self.most.max_num_seqs
-        return max(1, int(left_s / each_s))
+        limit_s = self.step_limit_s - _reserve_s(cost)
+        batches = range(2, self.most.max_num_seqs + 1)
+        return 1 + bisect_right(batches, limit_s, key=lambda batch: cost.step_s(StepShape.decode(batch, context)))
 
     def _admissible(self, scheduler: "Scheduler", waiting: Sequence[Request]) -> int:
         """How many of the first that wait can join: all that run then, until they have ended, within the limit."""
@@ -123,8 +122,8 @@ def peak_step_s(cost: StepCost, tokens: np.ndarray, remaining: np.ndarray) -> fl
     ends = np.unique(remaining)[:, None]
     alive = remaining >= ends  # [moments at which one ends, each]
     context = ((tokens + ends) * alive).sum(axis=1)
-    each_s, context_s = cost.token_s + cost.sequence_s, cost.context_token_s + cost.pair_s
-    return cost.fixed_s + float((each_s * alive.sum(axis=1) + context_s * context).max())
+    count, context_s = alive.sum(axis=1), cost.context_token_s + cost.pair_s
+    return cost.fixed_s + float((cost.tokens_s(count) + cost.sequence_s * count + context_s * context).max())
 
 
 def step_shape(plan: SchedulerOutput) -> StepShape:

@@ -21,8 +21,9 @@ from llmq.runtime.scheduler import Scheduler
 
 SHORT_TOKENS = 8
 CHUNKS = (16, 32, 64, 128, 128)  # of the long prompt
-BATCHES = (2, 4, 8)  # the long one and short ones
-DECODE_STEPS = 5  # of the first alone, and of each batch
+BATCHES = (2, 3, 4, 5, 6, 8, 12, 16)  # the long one and short ones: where kernels' tiles of rows begin and end
+DECODE_STEPS = 5  # of the first alone
+BATCH_STEPS = 3  # of each batch
 MOST_TOKENS = 64  # that a sequence of the trial generates: by then those that wait for its blocks have theirs
 USUAL_CONTEXT = 512  # for which the number of decodes within the SLO is said
 
@@ -62,7 +63,7 @@ def run_trial(
     scheduler = Scheduler(KVCacheManager(plan.layout, plan.num_blocks, False), most, (), plan.max_model_len)
     draw, numbers = random.Random(0), itertools.count()
     quarter = plan.num_blocks * min(group.block_tokens for group in plan.layout.groups) // 4
-    longest = max(1, min(sum(CHUNKS), quarter, plan.max_model_len - DECODE_STEPS * len(BATCHES) - 1))
+    longest = max(1, min(sum(CHUNKS), quarter, plan.max_model_len - BATCH_STEPS * len(BATCHES) - 1))
 
     def add(num_tokens: int) -> None:
         scheduler.add_request(
@@ -97,7 +98,7 @@ def run_trial(
     for batch in BATCHES:
         for _ in range(min(batch, most.max_num_seqs) - len(scheduler.running)):
             add(min(SHORT_TOKENS, longest))
-        for _ in range(DECODE_STEPS):
+        for _ in range(BATCH_STEPS):
             step(most.max_num_batched_tokens)
     for request in [*scheduler.running, *scheduler.waiting]:
         scheduler.abort(request.request_id)
