@@ -8,9 +8,11 @@ So up to 64 tokens each stretch between two of ROW_KNOTS has a price of its own.
 """
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -59,7 +61,11 @@ class StepShape:
         return cls(batch, batch, batch * context, batch * context)
 
     def __add__(self, other: "StepShape") -> "StepShape":
-        return StepShape(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return StepShape(*map(operator.add, self.counts, other.counts))
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.num_tokens, self.num_sequences, self.context_tokens, self.attention_pairs
 
 
 NOTHING = StepShape(0, 0, 0, 0)
@@ -94,13 +100,16 @@ class StepCost:
     def _row_s(self) -> tuple[float, ...]:
         return self.row_s or (self.token_s,) * (len(ROW_KNOTS) - 1)
 
+    @cached_property
+    def _at_knots_s(self) -> np.ndarray:
+        return self.token_s + np.concatenate([[0.0], np.cumsum(np.diff(ROW_KNOTS) * self.row_s)])
+
     def tokens_s(self, num_tokens: float | np.ndarray) -> float | np.ndarray:
         """Of the layers' products of so many tokens."""
         if not self.row_s:
             return self.token_s * num_tokens
-        at_knots = self.token_s + np.concatenate([[0.0], np.cumsum(np.diff(ROW_KNOTS) * self.row_s)])
         outside = np.minimum(num_tokens, 1) - 1 + np.maximum(num_tokens - ROW_KNOTS[-1], 0)
-        return np.interp(num_tokens, ROW_KNOTS, at_knots) + self.token_s * outside
+        return np.interp(num_tokens, ROW_KNOTS, self._at_knots_s) + self.token_s * outside
 
     def rows_more_s(self, batch: int, context: float, most: int) -> np.ndarray:
         """[most + 1]: what 0 to `most` rows more add to a step in which `batch` sequences of `context` tokens decode. A
@@ -232,7 +241,7 @@ def _ratio(measured_s: float, predicted_s: float) -> float:
 
 def _matrix(shapes: Sequence[StepShape]) -> np.ndarray:
     """[steps, terms]: those of the line, then tokens in each stretch of ROW_KNOTS."""
-    line = np.array([(1, *astuple(shape)) for shape in shapes], dtype=float)
+    line = np.array([(1, *shape.counts) for shape in shapes], dtype=float)
     knots, tokens = np.array(ROW_KNOTS, dtype=float), line[:, 1:2]
     inside = np.clip(tokens - knots[:-1], 0, np.diff(knots))
     line[:, 1:2] -= inside.sum(axis=1, keepdims=True)
@@ -288,8 +297,9 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Least squares with no coefficient below 0: the most negative one is left out until there is none."""
     kept = list(range(matrix.shape[1]))
     found = np.zeros(matrix.shape[1])
+    gram, aim = matrix.T @ matrix, matrix.T @ target
     while kept:
-        solved = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
+        solved = np.linalg.lstsq(gram[np.ix_(kept, kept)], aim[kept], rcond=1e-12)[0]
         if (solved >= 0).all():
             found[kept] = solved
             break
