@@ -63,6 +63,7 @@ class Task {
     dim_k_ = call_.keys.head_dim;
     dim_v_ = call_.values.head_dim;
     units_ = (dim_k_ + Units::kDepth - 1) / Units::kDepth;
+    stride_q_ = (units_ + W - 1) / W * W;
     stride_v_ = (dim_v_ + Units::kColumnsOfValues - 1) / Units::kColumnsOfValues * Units::kColumnsOfValues;
     first_position_ = first_position_of(job_);
     // Where there is a softcap, scores become powers of 2 behind it.
@@ -76,7 +77,6 @@ class Task {
     };
     keys_ = reinterpret_cast<Unit*>(take(kKeySpan * units_));
     values_ = reinterpret_cast<Unit*>(take(kKeySpan / Units::kDepth * stride_v_));
-    memset(values_, 0, static_cast<size_t>(kKeySpan / Units::kDepth * stride_v_) * sizeof(Unit));
     key_scales_ = take(kKeySpan);
     value_scales_ = take(kKeySpan);
     span_ = {take(rows_), take(rows_), take(rows_ * stride_v_)};
@@ -85,7 +85,7 @@ class Task {
     added_ = take(rows_);
     query_scales_ = take(rows_);
     query_offsets_ = reinterpret_cast<int32_t*>(take(rows_));
-    queries_ = reinterpret_cast<Unit*>(take(int64_t{rows_} * Units::kTerms * units_));
+    queries_ = reinterpret_cast<Unit*>(take(int64_t{rows_} * Units::kTerms * stride_q_));
   }
 
   void run() {
@@ -128,18 +128,21 @@ class Task {
   }
 
   void prepare_queries() {
+    if constexpr (!Units::kTakesQueries) {
+      memset(queries_, 0, static_cast<size_t>(rows_ * Units::kTerms * stride_q_) * sizeof(Unit));
+    }
     for (int row = 0; row < rows_; row++) {
       query_scales_[row] = factor_;
       query_offsets_[row] = 0;
       if constexpr (!Units::kTakesQueries) {
         const int64_t at = token(row) * call_.query_stride + int64_t{head(row)} * dim_k_;
-        Unit* to = queries_ + int64_t{row} * Units::kTerms * units_;
+        Unit* to = queries_ + int64_t{row} * Units::kTerms * stride_q_;
         if (call_.is_float32) {
-          Units::prepare_query(static_cast<const float*>(call_.queries) + at, dim_k_, to, query_scales_[row],
-                               query_offsets_[row]);
+          Units::prepare_query(static_cast<const float*>(call_.queries) + at, dim_k_, to, stride_q_,
+                               query_scales_[row], query_offsets_[row]);
         } else {
-          Units::prepare_query(static_cast<const bf16*>(call_.queries) + at, dim_k_, to, query_scales_[row],
-                               query_offsets_[row]);
+          Units::prepare_query(static_cast<const bf16*>(call_.queries) + at, dim_k_, to, stride_q_,
+                               query_scales_[row], query_offsets_[row]);
         }
       }
     }
@@ -151,7 +154,7 @@ class Task {
       const int64_t at = token(row) * call_.query_stride + int64_t{head(row)} * dim_k_;
       return reinterpret_cast<const Unit*>(static_cast<const bf16*>(call_.queries) + at);
     } else {
-      return queries_ + int64_t{row} * Units::kTerms * units_;
+      return queries_ + int64_t{row} * Units::kTerms * stride_q_;
     }
   }
 
@@ -172,9 +175,14 @@ class Task {
     for (int head = 0; head < job_.num_heads; head++) {
       load_scales(call_.keys, job_.first_head + head, key_scales_);
       load_scales(call_.values, job_.first_head + head, value_scales_);
-      load_keys();
-      load_values();
-      for (int row = 0; row < rows; row += kRowBlock) add_rows(head * rows + row, least(kRowBlock, rows - row));
+      const bool is_direct = rows <= kRowBlock;
+      if (!is_direct) {
+        load_keys();
+        load_values();
+      }
+      for (int row = 0; row < rows; row += kRowBlock) {
+        add_rows(head * rows + row, least(kRowBlock, rows - row), is_direct);
+      }
       ahead_.order_rest(head);
       here_->to_next_head(call_);
     }
@@ -284,64 +292,75 @@ class Task {
     const F32 same = F32::all(plane.static_scale);
     for (int i = 0; i < kKeySpan; i += W) same.store(scales + i);
     if (plane.scales == nullptr) return;
+    const StridedLoad load(plane.num_kv_heads);
     for (int run = 0; run < here_->num_runs; run++) {
       const auto [first, count, offset, block] = here_->runs[run];
-      load_every(plane.scale(block, offset, kv_head), plane.num_kv_heads, count, scales + first);
+      load(plane.scale(block, offset, kv_head), count, scales + first);
     }
   }
 
+  // body(Format<…>{}), by the format of a plane.
+  template <class Body>
+  LLMQ_INLINE static void with_format(KVFormat format, Body&& body) {
+    switch (format) {
+      case KVFormat::fp32: return with_readable<KVFormat::fp32>(body);
+      case KVFormat::fp16: return with_readable<KVFormat::fp16>(body);
+      case KVFormat::bf16: return with_readable<KVFormat::bf16>(body);
+      case KVFormat::int8: return with_readable<KVFormat::int8>(body);
+      case KVFormat::fp8: return with_readable<KVFormat::fp8>(body);
+      case KVFormat::int4: return with_readable<KVFormat::int4>(body);
+    }
+  }
+  template <KVFormat kFormat> struct Format {};
+  template <KVFormat kFormat, class Body>
+  LLMQ_INLINE static void with_readable(Body& body) {
+    if constexpr (Units::reads(kFormat)) body(Format<kFormat>{});
+  }
+
+  // All tiles: keys_[tile, unit, key]
   void load_keys() {
-    switch (call_.keys.format) {
-      case KVFormat::fp32: return transpose_keys<KVFormat::fp32>();
-      case KVFormat::fp16: return transpose_keys<KVFormat::fp16>();
-      case KVFormat::bf16: return transpose_keys<KVFormat::bf16>();
-      case KVFormat::int8: return transpose_keys<KVFormat::int8>();
-      case KVFormat::fp8: return transpose_keys<KVFormat::fp8>();
-      case KVFormat::int4: return transpose_keys<KVFormat::int4>();
-    }
-  }
-
-  // keys_[tile, unit, key]
-  template <KVFormat kFormat>
-  void transpose_keys() {
-    if constexpr (Units::reads(kFormat)) {
-      for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += W) {
-        ahead_.order(W / 4);
-        Unit* to = keys_ + key / kKeyTile * kKeyTile * units_ + key % kKeyTile;
-        for (int first = 0; first < units_; first += W) {
-          const int count = least(W, units_ - first);
-          F32 rows[W];
-          for (int i = 0; i < W; i++) rows[i] = Units::template load_keys<kFormat>(here_->keys[key + i], dim_k_, first, count);
-          transpose(rows);
-          for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(to + (first + u) * kKeyTile));
-        }
+    with_format(call_.keys.format, [this](auto format) {
+      for (int tile = here_->first_tile(); tile < here_->end_tile(); tile++) {
+        transpose_keys(format, tile, keys_ + tile * kKeyTile * units_);
       }
-    }
+    });
   }
 
-  void load_values() {
-    switch (call_.values.format) {
-      case KVFormat::fp32: return join_values<KVFormat::fp32>();
-      case KVFormat::fp16: return join_values<KVFormat::fp16>();
-      case KVFormat::bf16: return join_values<KVFormat::bf16>();
-      case KVFormat::int8: return join_values<KVFormat::int8>();
-      case KVFormat::fp8: return join_values<KVFormat::fp8>();
-      case KVFormat::int4: return join_values<KVFormat::int4>();
+  // [unit, key]
+  template <KVFormat kFormat>
+  void transpose_keys(Format<kFormat>, int tile, Unit* to) {
+    for (int key = 0; key < kKeyTile; key += W) {
+      ahead_.order(W / 4);
+      for (int first = 0; first < units_; first += W) {
+        const int count = least(W, units_ - first);
+        F32 rows[W];
+        const uint8_t* const* heads = here_->keys + tile * kKeyTile + key;
+        for (int i = 0; i < W; i++) rows[i] = Units::template load_keys<kFormat>(heads[i], dim_k_, first, count);
+        transpose(rows);
+        for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(to + (first + u) * kKeyTile + key));
+      }
     }
   }
 
   // values_[key / kDepth, d]; what lies between dim_v_ and stride_v_ is summed and left out.
+  void load_values() {
+    with_format(call_.values.format, [this](auto format) { join_values(format); });
+  }
   template <KVFormat kFormat>
-  void join_values() {
-    if constexpr (Units::reads(kFormat)) {
-      for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += Units::kDepth) {
-        if (key % 16 == 0) ahead_.order(2);
-        Units::template join_values<kFormat>(here_->values + key, dim_v_, values_ + key / Units::kDepth * stride_v_);
+  void join_values(Format<kFormat>) {
+    constexpr int kAtOnce = Units::kColumnsOfValues / W;
+    for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += Units::kDepth) {
+      if (key % 16 == 0) ahead_.order(2);
+      Unit* to = values_ + key / Units::kDepth * stride_v_;
+      for (int column = 0; column < stride_v_; column += Units::kColumnsOfValues) {
+        typename Units::Vector joined[kAtOnce];
+        Units::template join_values<kFormat>(here_->values + key, dim_v_, column, joined);
+        for (int c = 0; c < kAtOnce; c++) Units::store(joined[c], to + column + c * W);
       }
     }
   }
 
-  void add_rows(int row, int count) {
+  void add_rows(int row, int count, bool is_direct) {
     const int first = most(batch_.first_key(position(row)) - here_->start, 0);
     const int end = least(position(row + count - 1) + 1 - here_->start, kKeySpan);
     if (first >= end) {
@@ -350,35 +369,31 @@ class Task {
     }
     const int first_tile = first / kKeyTile, end_tile = (end + kKeyTile - 1) / kKeyTile;
     switch (count) {
-      case 1: return add_row_block<1>(row, first_tile, end_tile);
-      case 2: return add_row_block<2>(row, first_tile, end_tile);
-      case 3: return add_row_block<3>(row, first_tile, end_tile);
-      case 4: return add_row_block<4>(row, first_tile, end_tile);
-      case 5: return add_row_block<5>(row, first_tile, end_tile);
-      case 6: return add_row_block<6>(row, first_tile, end_tile);
+      case 1: return add_row_block<1>(row, first_tile, end_tile, is_direct);
+      case 2: return add_row_block<2>(row, first_tile, end_tile, is_direct);
+      case 3: return add_row_block<3>(row, first_tile, end_tile, is_direct);
+      case 4: return add_row_block<4>(row, first_tile, end_tile, is_direct);
+      case 5: return add_row_block<5>(row, first_tile, end_tile, is_direct);
+      case 6: return add_row_block<6>(row, first_tile, end_tile, is_direct);
     }
   }
 
   // A tile of which no row sees anything changes nothing: rows are summed in any company.
+  //
+  // Directly, where this is the only block of rows: numbers of K and V go from the store into sums, which are the same.
+  // Else they are in keys_ and values_ by now.
   template <int R>
-  void add_row_block(int row, int first_tile, int end_tile) {
+  void add_row_block(int row, int first_tile, int end_tile, bool is_direct) {
     alignas(64) float scores[R][kKeySpan];
     alignas(64) Unit weights[R][Units::kTerms * kKeySpan / Units::kDepth];
     const Unit* a[R];
     for (int r = 0; r < R; r++) a[r] = query_units(row + r);
-    for (int tile = first_tile; tile < end_tile; tile++) {
-      ahead_.order(kKeyTile / 4);
-      for (int column = 0; column < kKeyTile; column += kColumns * W) {
-        Sum sums[R][kColumns] = {};
-        add_products<Units, typename Units::Scores, R, kColumns>(a, units_, keys_ + tile * kKeyTile * units_ + column,
-                                                                 kKeyTile, units_, sums, [] {});
-        const int key = tile * kKeyTile + column;
-        for (int r = 0; r < R; r++) {
-          for (int c = 0; c < kColumns; c++) {
-            (Units::score(sums[r][c], query_offsets_[row + r]) * F32::load(key_scales_ + key + c * W) *
-             F32::all(query_scales_[row + r])).store(&scores[r][key + c * W]);
-          }
-        }
+    if (is_direct) {
+      with_format(call_.keys.format, [&](auto format) { score_directly(format, a, row, first_tile, end_tile, scores); });
+    } else {
+      for (int tile = first_tile; tile < end_tile; tile++) {
+        ahead_.order(kKeyTile / 4);
+        score_tile(a, row, keys_ + tile * kKeyTile * units_, tile, scores);
       }
     }
     float factor[R];
@@ -389,6 +404,10 @@ class Task {
       factor[r] = Units::store_weights(scores[r], first, end, weights[r]);
       a[r] = weights[r] + first / Units::kDepth;
     }
+    if (is_direct) {
+      with_format(call_.values.format, [&](auto format) { mix_directly<R>(format, weights[0], row, first, end, factor); });
+      return;
+    }
     const Unit* values = values_ + first / Units::kDepth * stride_v_;
     const int units = (end - first) / Units::kDepth;
     int column = 0;
@@ -396,6 +415,57 @@ class Task {
       mix<R, kColumns>(a, values + column, units, row, column, factor);
     }
     for (; column < stride_v_; column += W) mix<R, 1>(a, values + column, units, row, column, factor);
+  }
+
+  // Scores of a tile's keys, of which `keys` has the units.
+  template <int R>
+  LLMQ_INLINE void score_tile(const Unit* const* a, int row, const Unit* keys, int tile, float (&scores)[R][kKeySpan]) {
+    for (int column = 0; column < kKeyTile; column += kColumns * W) {
+      Sum sums[R][kColumns] = {};
+      add_products<Units, typename Units::Scores, R, kColumns>(a, stride_q_, keys + column, kKeyTile, units_, sums, [] {});
+      for (int r = 0; r < R; r++) {
+        for (int c = 0; c < kColumns; c++) {
+          store_score(sums[r][c], row + r, tile * kKeyTile + column + c * W, scores[r]);
+        }
+      }
+    }
+  }
+  LLMQ_INLINE void store_score(Sum sum, int row, int key, float* scores) const {
+    (Units::score(sum, query_offsets_[row]) * F32::load(key_scales_ + key) * F32::all(query_scales_[row])).store(scores + key);
+  }
+
+  template <KVFormat kFormat, int R>
+  void score_directly(Format<kFormat> format, const Unit* const* a, int row, int first_tile, int end_tile,
+                      float (&scores)[R][kKeySpan]) {
+    if constexpr (Units::kSumsExactly) {
+      for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
+        ahead_.order(W / 2);
+        Sum sums[R][Units::kTerms] = {};
+        for (int first = 0; first < units_; first += W) {
+          F32 rows[W];
+          for (int i = 0; i < W; i++) {
+            rows[i] = Units::template load_keys<kFormat>(here_->keys[key + i], dim_k_, first, units_ - first);
+          }
+          transpose(rows);
+#pragma GCC unroll 16
+          for (int u = 0; u < W; u++) {
+            for (int r = 0; r < R; r++) {
+              for (int term = 0; term < Units::kTerms; term++) {
+                sums[r][term] = Units::Scores::add(sums[r][term], a[r] + term * stride_q_ + first + u,
+                                                   Units::vector(rows[u]));
+              }
+            }
+          }
+        }
+        for (int r = 0; r < R; r++) store_score(Units::total(sums[r]), row + r, key, scores[r]);
+      }
+    } else {
+      for (int tile = first_tile; tile < end_tile; tile++) {
+        ahead_.order(kKeyTile / 4);
+        transpose_keys(format, tile, keys_);
+        score_tile(a, row, keys_, tile, scores);
+      }
+    }
   }
 
   // A row's scores of the span's keys [first, end) -> weights, times the scales of V.
@@ -436,6 +506,49 @@ class Task {
     for (int r = 0; r < R; r++) {
       float* mixed = span_.mixed + (row + r) * stride_v_ + column;
       for (int c = 0; c < C; c++) Units::mixed(sums[r][c], factor[r]).store(mixed + c * W);
+    }
+  }
+
+  // Columns whose sums stay in registers.
+  static constexpr int columns_at_once(int rows) { return rows * kColumns * Units::kTerms <= 24 ? kColumns : 2; }
+
+  // weights: [R, kTerms, kKeySpan / kDepth]
+  template <int R, KVFormat kFormat>
+  void mix_directly(Format<kFormat> format, const Unit* weights, int row, int first, int end, const float* factor) {
+    constexpr int C = columns_at_once(R), kRest = Units::kColumnsOfValues / W;
+    int column = 0;
+    for (; column + C * W <= stride_v_; column += C * W) mix_columns<R, C>(format, weights, row, first, end, column, factor);
+    if constexpr (kRest < C) {
+      for (; column < stride_v_; column += kRest * W) {
+        mix_columns<R, kRest>(format, weights, row, first, end, column, factor);
+      }
+    }
+  }
+  template <int R, int C, KVFormat kFormat>
+  LLMQ_INLINE void mix_columns(Format<kFormat>, const Unit* weights, int row, int first, int end, int column,
+                               const float* factor) {
+    constexpr int kUnits = kKeySpan / Units::kDepth;
+    const int share = 8 * C * W / static_cast<int>(stride_v_);
+    Sum sums[R][C][Units::kTerms] = {};
+    const uint8_t* const* heads = here_->values + first;
+    const Unit* weight = weights + first / Units::kDepth;
+    for (const uint8_t* const* last = here_->values + end; heads < last;) {
+      ahead_.order(share);
+#pragma GCC unroll 1
+      for (int i = 0; i < 16; i += Units::kDepth, heads += Units::kDepth, weight++) {
+        typename Units::Vector values[C];
+        Units::template join_values<kFormat>(heads, dim_v_, column, values);
+        for (int r = 0; r < R; r++) {
+          for (int term = 0; term < Units::kTerms; term++) {
+            const typename Units::Vector one = Units::all(weight + (r * Units::kTerms + term) * kUnits);
+            for (int c = 0; c < C; c++) sums[r][c][term] = Units::Mixture::add(sums[r][c][term], one, values[c]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      float* mixed = span_.mixed + (row + r) * stride_v_ + column;
+      for (int c = 0; c < C; c++) Units::mixed(Units::total(sums[r][c]), factor[r]).store(mixed + c * W);
     }
   }
 
@@ -481,7 +594,7 @@ class Task {
   const AttentionJob& job_;
   const AttentionTask& task_;
   int group_, rows_, dim_k_, dim_v_, units_, first_position_;
-  int64_t stride_v_;
+  int64_t stride_q_, stride_v_;
   Span spans_[2];
   Span* here_ = spans_;
   Span* next_ = spans_ + 1;

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "f32.h"
+#include "inline.h"
 
 namespace llmq::LLMQ_ISA {
 
@@ -49,24 +50,37 @@ static inline F32 load_stored(const uint8_t* head, int head_dim, int d, int n) {
   }
 }
 
-// `count` bfloat16 that lie `stride` numbers apart.
-static inline void load_every(const bf16* from, int stride, int count, float* to) {
+// Loads bfloat16 that lie `stride` numbers apart.
+class StridedLoad {
+ public:
+  explicit StridedLoad(int stride) : stride_(stride) {
 #if defined(__AVX512F__)
-  const int at_once = least(16, 64 / stride);
-  const __m512i index = _mm512_mullo_epi16(
-      _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 0, 0, 0, 0, 0, 0, 0,
-                                            0, 0, 0, 0, 0, 0, 0, 0)),
-      _mm512_set1_epi16(static_cast<short>(stride)));
-  for (; at_once > 1 && count > 0; from += at_once * stride, to += at_once, count -= at_once) {
-    const int n = least(count, at_once), words = (n - 1) * stride + 1;
-    const auto mask = [](int bits) { return bits >= 32 ? ~__mmask32{0} : (__mmask32{1} << most(bits, 0)) - 1; };
-    const __m512i low = _mm512_maskz_loadu_epi16(mask(words), from);
-    const __m512i high = _mm512_maskz_loadu_epi16(mask(words - 32), from + 32);
-    F32::widened(_mm512_castsi512_si256(_mm512_permutex2var_epi16(low, index, high))).store(to, n);
-  }
+    at_once_ = least(16, 64 / stride);
+    const __m512i lanes = _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 0,
+                                                                0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    index_ = _mm512_mullo_epi16(lanes, _mm512_set1_epi16(static_cast<short>(stride)));
 #endif
-  for (int i = 0; i < count; i++) to[i] = to_float(from[i * stride]);
-}
+  }
+  LLMQ_INLINE void operator()(const bf16* from, int count, float* to) const {
+#if defined(__AVX512F__)
+    for (; at_once_ > 1 && count > 0; from += at_once_ * stride_, to += at_once_, count -= at_once_) {
+      const int n = least(count, at_once_);
+      const uint64_t words = ~uint64_t{0} >> (63 - (n - 1) * stride_);
+      const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words), from);
+      const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words >> 32), from + 32);
+      F32::widened(_mm512_castsi512_si256(_mm512_permutex2var_epi16(low, index_, high))).store(to, n);
+    }
+#endif
+    for (int i = 0; i < count; i++) to[i] = to_float(from[i * stride_]);
+  }
+
+ private:
+  int stride_;
+#if defined(__AVX512F__)
+  int at_once_;
+  __m512i index_;
+#endif
+};
 
 // A unit is what one lane multiplies at a time: a float, two bfloat16 or four bytes, whose products a lane adds.
 struct FloatUnits {
@@ -77,6 +91,7 @@ struct FloatUnits {
   static constexpr int kTerms = 1;  // of which queries and weights are sums
   static constexpr int kColumnsOfValues = F32::kWidth;  // numbers of V's heads are padded to a multiple of them
   static constexpr bool kTakesQueries = false;  // as they lie in the caller's memory
+  static constexpr bool kSumsExactly = false;   // in any order
   static constexpr bool reads(KVFormat) { return true; }
 
   struct Scores {
@@ -84,6 +99,7 @@ struct FloatUnits {
   };
   using Mixture = Scores;
   static F32 next_term(F32 sum) { return sum; }
+  static F32 total(const F32 (&terms)[kTerms]) { return terms[0]; }
   static F32 all(const float* a) { return F32::all(*a); }
   static F32 load(const float* b) { return F32::load(b); }
   static F32 score(F32 sum, int32_t) { return sum; }
@@ -91,7 +107,7 @@ struct FloatUnits {
   static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
 
   template <class T>
-  static void prepare_query(const T* query, int head_dim, float* to, float&, int32_t&) {
+  static void prepare_query(const T* query, int head_dim, float* to, int64_t, float&, int32_t&) {
     for (int d = 0; d < head_dim; d += F32::kWidth) {
       const int n = least(F32::kWidth, head_dim - d);
       F32::load(query + d, n).store(to + d, n);
@@ -107,14 +123,14 @@ struct FloatUnits {
   static F32 load_keys(const uint8_t* head, int head_dim, int first, int count) {
     return load_stored<kFormat>(head, head_dim, first, count);
   }
-  // A unit for each number of a head, of kDepth keys.
-  template <KVFormat kFormat>
-  static void join_values(const uint8_t* const* heads, int head_dim, float* to) {
-    for (int d = 0; d < head_dim; d += F32::kWidth) {
-      const int n = least(F32::kWidth, head_dim - d);
-      load_stored<kFormat>(heads[0], head_dim, d, n).store(to + d, n);
+  // A unit for each number of a head from the d-th on, of kDepth keys; anything beyond head_dim.
+  template <KVFormat kFormat, int C>
+  LLMQ_INLINE static void join_values(const uint8_t* const* heads, int head_dim, int d, Vector (&joined)[C]) {
+    for (int c = 0; c < C; c++, d += F32::kWidth) {
+      joined[c] = load_stored<kFormat>(heads[0], head_dim, d, least(F32::kWidth, head_dim - d));
     }
   }
+  static void store(Vector vector, float* to) { vector.store(to); }
 };
 
 #if defined(__AVX512F__)
@@ -134,18 +150,25 @@ struct ByteUnits {
   static constexpr int kTerms = 2;
   static constexpr int kColumnsOfValues = 64;
   static constexpr bool kTakesQueries = false;
+  static constexpr bool kSumsExactly = true;
   static constexpr bool reads(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::int4; }
 
   // VNNI multiplies unsigned by signed bytes: keys are stored with 128 added, which `score` takes away again, and weights
   // have no sign. A sum of kMostHeadDim products of 8 and 16 bits, or of a span's keys, stays below 2^31.
   struct Scores {
     static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, b, a); }
+    static Sum add(Sum sum, const uint32_t* a, Vector b) {
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(b.v), "m"(*a));
+      return sum;
+    }
   };
   struct Mixture {
     static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, a, b); }
   };
   static Sum next_term(Sum sum) { return {_mm512_slli_epi32(sum.v, 8)}; }
+  static Sum total(const Sum (&terms)[kTerms]) { return {_mm512_add_epi32(next_term(terms[0]).v, terms[1].v)}; }
   static Vector all(const uint32_t* a) { return {_mm512_set1_epi32(static_cast<int>(*a))}; }
+  static Vector vector(F32 units) { return {_mm512_castps_si512(units.v)}; }
   static Vector load(const uint32_t* b) { return {_mm512_loadu_si512(b)}; }
   static F32 score(Sum sum, int32_t offset) {
     return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum.v, _mm512_set1_epi32(offset)))};
@@ -161,7 +184,7 @@ struct ByteUnits {
   }
 
   template <class T>
-  static void prepare_query(const T* query, int head_dim, uint32_t* to, float& scale, int32_t& offset) {
+  static void prepare_query(const T* query, int head_dim, uint32_t* to, int64_t stride, float& scale, int32_t& offset) {
     const int units = (head_dim + 3) / 4;
     F32 top = F32::all(1e-30f);
     for (int d = 0; d < head_dim; d += 16) {
@@ -174,7 +197,7 @@ struct ByteUnits {
     const F32 inverse = F32::all(32639.0f / most_of_all);
     __m512i sum = _mm512_setzero_si512();
     int8_t* high = reinterpret_cast<int8_t*>(to);
-    int8_t* low = reinterpret_cast<int8_t*>(to + units);
+    int8_t* low = reinterpret_cast<int8_t*>(to + stride);
     for (int d = 0; d < 4 * units; d += 16) {
       const int n = least(16, 4 * units - d), given = least(16, head_dim - d);
       // No number becomes 0, of which a sum stays within its 32 bits: the scale is NaN, or infinite, by itself.
@@ -212,22 +235,24 @@ struct ByteUnits {
   }
 
   template <KVFormat kFormat>
-  static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
+  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
     return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kFormat>(head, head_dim, 4 * first), _mm512_set1_epi8(-128)))};
   }
-  template <KVFormat kFormat>
-  static void join_values(const uint8_t* const* heads, int head_dim, uint32_t* to) {
-    for (int d = 0; d < head_dim; d += 64) {
-      __m512i keys[4];
-      for (int i = 0; i < 4; i++) keys[i] = load_bytes<kFormat>(heads[i], head_dim, d);
-      const __m512i low01 = _mm512_unpacklo_epi8(keys[0], keys[1]), high01 = _mm512_unpackhi_epi8(keys[0], keys[1]);
-      const __m512i low23 = _mm512_unpacklo_epi8(keys[2], keys[3]), high23 = _mm512_unpackhi_epi8(keys[2], keys[3]);
-      _mm512_storeu_si512(to + d, _mm512_unpacklo_epi16(low01, low23));
-      _mm512_storeu_si512(to + d + 16, _mm512_unpackhi_epi16(low01, low23));
-      _mm512_storeu_si512(to + d + 32, _mm512_unpacklo_epi16(high01, high23));
-      _mm512_storeu_si512(to + d + 48, _mm512_unpackhi_epi16(high01, high23));
+  // Of the four vectors of 64 numbers, all or two.
+  template <KVFormat kFormat, int C>
+  LLMQ_INLINE static void join_values(const uint8_t* const* heads, int head_dim, int d, Vector (&joined)[C]) {
+    static_assert(C == 2 || C == 4);
+    __m512i keys[4];
+    for (int i = 0; i < 4; i++) keys[i] = load_bytes<kFormat>(heads[i], head_dim, d / 64 * 64);
+    for (int half = 0; half < C / 2; half++) {
+      const bool is_high = d % 64 != 0 || half == 1;
+      const __m512i pair01 = is_high ? _mm512_unpackhi_epi8(keys[0], keys[1]) : _mm512_unpacklo_epi8(keys[0], keys[1]);
+      const __m512i pair23 = is_high ? _mm512_unpackhi_epi8(keys[2], keys[3]) : _mm512_unpacklo_epi8(keys[2], keys[3]);
+      joined[2 * half] = {_mm512_unpacklo_epi16(pair01, pair23)};
+      joined[2 * half + 1] = {_mm512_unpackhi_epi16(pair01, pair23)};
     }
   }
+  static void store(Vector vector, uint32_t* to) { _mm512_storeu_si512(to, vector.v); }
 
  private:
   static Sum dot(Sum sum, Vector u, Vector s) {
@@ -240,13 +265,14 @@ struct ByteUnits {
     memcpy(&value, &bits, 4);
     return value;
   }
-  static __mmask64 bytes_mask(int n) { return n >= 64 ? ~__mmask64{0} : (__mmask64{1} << most(n, 0)) - 1; }
+  // The first n of a vector's, which may be more or fewer than it has. Without a branch, so that a loop has it made before.
+  static __mmask64 bytes_mask(int n) { return n <= 0 ? 0 : ~uint64_t{0} >> (64 - least(n, 64)); }
   // Numbers [d, d + 64) of a head as signed bytes; beyond head_dim anything.
   template <KVFormat kFormat>
-  static __m512i load_bytes(const uint8_t* head, int head_dim, int d) {
+  LLMQ_INLINE static __m512i load_bytes(const uint8_t* head, int head_dim, int d) {
+    // With a mask always, which is the same for all keys: a branch for each of them costs more.
     if constexpr (kFormat == KVFormat::int8) {
-      if (d + 64 <= head_dim) return _mm512_loadu_si512(head + d);
-      return _mm512_maskz_loadu_epi8(bytes_mask(head_dim - d), head + d);
+      return _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - least(head_dim - d, 64)), head + d);
     }
     if constexpr (kFormat == KVFormat::int4) {
       // The first half of a head in the low nibbles; a vector may lie on both sides of the middle.
@@ -294,8 +320,9 @@ struct PairUnits {
   using Sum = F32;
   static constexpr int kDepth = 2;
   static constexpr int kTerms = 1;
-  static constexpr int kColumnsOfValues = F32::kWidth;
+  static constexpr int kColumnsOfValues = 2 * F32::kWidth;
   static constexpr bool kTakesQueries = true;
+  static constexpr bool kSumsExactly = false;
   static constexpr bool reads(KVFormat format) { return format == KVFormat::bf16 || format == KVFormat::fp8; }
 
   struct Scores {
@@ -303,6 +330,7 @@ struct PairUnits {
   };
   using Mixture = Scores;
   static F32 next_term(F32 sum) { return sum; }
+  static F32 total(const F32 (&terms)[kTerms]) { return terms[0]; }
   static F32 all(const uint32_t* a) { return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*a)))}; }
   static F32 load(const uint32_t* b) { return {_mm512_castsi512_ps(_mm512_loadu_si512(b))}; }
   static F32 score(F32 sum, int32_t) { return sum; }
@@ -317,38 +345,32 @@ struct PairUnits {
   }
 
   template <KVFormat kFormat>
-  static F32 load_keys(const uint8_t* head, int, int first, int count) {
+  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int, int first, int count) {
     if constexpr (kFormat == KVFormat::bf16) {
       const uint32_t* from = reinterpret_cast<const uint32_t*>(head) + first;
-      const __m512i all = count == 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32(F32::mask(count), from);
-      return {_mm512_castsi512_ps(all)};
+      return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(F32::mask(count), from))};
     }
     if constexpr (kFormat == KVFormat::fp8) {
       const uint8_t* from = head + 2 * first;
-      const __m256i codes = count == 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
-                                        : _mm256_maskz_loadu_epi8((__mmask32{1} << 2 * count) - 1, from);
+      const auto mask = static_cast<__mmask32>((uint64_t{1} << 2 * count) - 1);
+      const __m256i codes = _mm256_maskz_loadu_epi8(mask, from);
       return {_mm512_castsi512_ps(float8_to_bf16(codes))};
     }
   }
-  template <KVFormat kFormat>
-  static void join_values(const uint8_t* const* heads, int head_dim, uint32_t* to) {
+  template <KVFormat kFormat, int C>
+  LLMQ_INLINE static void join_values(const uint8_t* const* heads, int head_dim, int d, Vector (&joined)[C]) {
+    static_assert(C % 2 == 0);
     const __m512i low = _mm512_add_epi32(lanes(), _mm512_slli_epi32(_mm512_add_epi32(lanes(), _mm512_set1_epi32(32)), 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    int first = 0;
-    for (; first + 32 <= head_dim; first += 32) {
-      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, first / 2, 16).v);
-      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, first / 2, 16).v);
-      _mm512_storeu_si512(to + first, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_storeu_si512(to + first + 16, _mm512_permutex2var_epi16(a, high, b));
-    }
-    if (first < head_dim) {
-      const int n = head_dim - first;
-      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, first / 2, n / 2).v);
-      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, first / 2, n / 2).v);
-      _mm512_mask_storeu_epi32(to + first, F32::mask(least(n, 16)), _mm512_permutex2var_epi16(a, low, b));
-      if (n > 16) _mm512_mask_storeu_epi32(to + first + 16, F32::mask(n - 16), _mm512_permutex2var_epi16(a, high, b));
+    for (int c = 0; c < C; c += 2, d += 32) {
+      const int count = least(16, (head_dim - d) / 2);
+      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, d / 2, count).v);
+      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, d / 2, count).v);
+      joined[c] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b))};
+      joined[c + 1] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b))};
     }
   }
+  static void store(Vector vector, uint32_t* to) { _mm512_storeu_si512(to, _mm512_castps_si512(vector.v)); }
 
  private:
   static __m512i float8_to_bf16(__m256i e4m3) {
