@@ -32,7 +32,8 @@ constexpr int kFewRows = 4;
 constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
 constexpr int64_t kRowsOfTask = 192;  // that share it
 // Lines are fetched while those of the blocks before are worked on, or where these are long a little ahead of their own.
-constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchAhead = 2048;
+// Few rows fetch into the second-level cache, many into the first.
+constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchMostOfFewRows = 448 << 10, kPrefetchAhead = 2048;
 
 // Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
 constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
@@ -406,8 +407,26 @@ LLMQ_INLINE int64_t prefetch_distance(int64_t bytes) { return bytes > kPrefetchM
 
 // ---- Few rows
 
+// Where the lines lie that a step of few_rows orders from memory, one for each of its own: from + block * of_block +
+// step * of_step.
+struct Ahead {
+  const uint8_t* from;
+  int64_t of_block, of_step;
+};
+
+// Memory is fast along one line of addresses and slow along as many as there are blocks. So the next blocks, which lie
+// one behind the other, are fetched from their first byte to their last, and found in the cache then; no more than the
+// thread will reach. Where they would not stay there, each block's own lines are fetched.
+LLMQ_INLINE Ahead lines_ahead(const PackedWeight& w, int64_t line_bytes, int64_t blocks, int64_t block, int64_t end) {
+  const uint8_t* lines = w.numbers + block * w.block_bytes();
+  if (blocks * w.block_bytes() > kPrefetchMostOfFewRows) return {lines + kPrefetchAhead, w.block_bytes(), line_bytes};
+  if (block + blocks >= end) return {lines, 0, 0};
+  return {lines + blocks * w.block_bytes(), line_bytes, blocks * line_bytes};
+}
+
+// end: of the blocks that the thread is about to go through.
 template <Numbers kNumbers, int kRows, int kBlocks, class Input>
-void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block, const Sink& sink) {
+void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block, int64_t end_block, const Sink& sink) {
   using Sum = typename KindOf<Input>::Sum;
   using Weight = typename KindOf<Input>::Weight;
   constexpr int kItems = Input::kItemsOfStep;
@@ -415,7 +434,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
   const int64_t block_bytes = w.block_bytes(), groups = w.num_groups();
   const int64_t steps = w.padded_in() / 8, steps_of_group = kNumbers == Numbers::bf16 ? steps : w.group_size / 8;
   const bool has_corrections = w.zeros || w.offsets;
-  const int64_t prefetch = prefetch_distance(kBlocks * block_bytes);
+  Ahead ahead = lines_ahead(w, kLineBytes, kBlocks, block, end_block);
   const uint8_t* lines = w.numbers + block * block_bytes;
   const typename Input::Item* items = x.items + row * x.stride;
   Floats totals[kRows][kBlocks];
@@ -434,7 +453,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       for (int b = 0; b < kBlocks; b++) {
         const uint8_t* p = lines + b * block_bytes;
         for (int64_t line = 0; line < kLineBytes; line += 64) {
-          __builtin_prefetch(p + prefetch + line);
+          __builtin_prefetch(ahead.from + b * ahead.of_block + line, 0, 2);
         }
         Weight weights[kItems];
         expand<kNumbers>(p, weights);
@@ -446,6 +465,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       }
       lines += kLineBytes;
       items += kItems;
+      ahead.from += ahead.of_step;
     }
     for (int b = 0; b < kBlocks; b++) {
       if constexpr (kNumbers == Numbers::bf16) {
@@ -472,33 +492,33 @@ template <Numbers kNumbers, int kRows, class Input>
 void few_rows_of(const PackedWeight& w, const Input& x, int64_t row, const Sink& sink) {
   constexpr int kBlocks = kFewRowsBlocks[kRows];
   const int64_t units = (w.num_blocks() + kBlocks - 1) / kBlocks;
-  const int64_t grain = max(1, units / (8 * thread_pool().num_threads()));
-  thread_pool().parallel_for(units, grain, [&](int64_t begin, int64_t end, int) {
-    int64_t block = begin * kBlocks;
-    const int64_t last = min(end * kBlocks, w.num_blocks());
-    for (; block + kBlocks <= last; block += kBlocks) few_rows<kNumbers, kRows, kBlocks>(w, x, row, block, sink);
-    for (; block < last; block++) few_rows<kNumbers, kRows, 1>(w, x, row, block, sink);
+  thread_pool().parallel_runs(units, [&](int64_t unit, int64_t end_of_run) {
+    const int64_t end_block = min(end_of_run * kBlocks, w.num_blocks());
+    int64_t block = unit * kBlocks;
+    if (block + kBlocks <= end_block) {
+      few_rows<kNumbers, kRows, kBlocks>(w, x, row, block, end_block, sink);
+    } else {
+      for (; block < end_block; block++) few_rows<kNumbers, kRows, 1>(w, x, row, block, end_block, sink);
+    }
   });
 }
 
 // Some more rows: in tiles, one block of outputs after the other. Unpacking a line once for each tile costs less than
 // to write it down and read it again, which is what many rows share.
 template <Numbers kNumbers, int kRows, class Input>
-void few_rows_of_block(int rows, const PackedWeight& w, const Input& x, int64_t row, int64_t block, const Sink& sink) {
-  if (rows == kRows) return few_rows<kNumbers, kRows, 1>(w, x, row, block, sink);
-  if constexpr (kRows < kDirectTileRows) few_rows_of_block<kNumbers, kRows + 1>(rows, w, x, row, block, sink);
+void few_rows_of_block(int rows, const PackedWeight& w, const Input& x, int64_t row, int64_t block, int64_t end_block,
+                       const Sink& sink) {
+  if (rows == kRows) return few_rows<kNumbers, kRows, 1>(w, x, row, block, end_block, sink);
+  if constexpr (kRows < kDirectTileRows) few_rows_of_block<kNumbers, kRows + 1>(rows, w, x, row, block, end_block, sink);
 }
 
 template <Numbers kNumbers, class Input>
 void some_rows(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
   const int64_t tiles = (num_rows + kDirectTileRows - 1) / kDirectTileRows;
-  const int64_t grain = max(1, w.num_blocks() / (8 * thread_pool().num_threads()));
-  thread_pool().parallel_for(w.num_blocks(), grain, [&](int64_t begin, int64_t end, int) {
-    for (int64_t block = begin; block < end; block++) {
-      for (int64_t t = 0; t < tiles; t++) {
-        const int64_t first = num_rows * t / tiles, rows = num_rows * (t + 1) / tiles - first;
-        few_rows_of_block<kNumbers, kFewRows>(static_cast<int>(rows), w, x, first, block, sink);
-      }
+  thread_pool().parallel_runs(w.num_blocks(), [&](int64_t block, int64_t end_of_run) {
+    for (int64_t t = 0; t < tiles; t++) {
+      const int64_t first = num_rows * t / tiles, rows = num_rows * (t + 1) / tiles - first;
+      few_rows_of_block<kNumbers, kFewRows>(static_cast<int>(rows), w, x, first, block, end_of_run, sink);
     }
   });
 }

@@ -46,7 +46,36 @@ class ThreadPool {
          }});
   }
 
+  // Calls body(task, end) for each of [0, num_tasks) once, as parallel_for does, but threads do not take turns: each goes
+  // along a run of its own, one task after the other up to `end`, so that it may fetch the next one's memory meanwhile.
+  // Who has come to the end of its run helps with what is left of others.
+  template <class Body>
+  void parallel_runs(int64_t num_tasks, const Body& body) {
+    struct alignas(64) Run {
+      std::atomic<int64_t> next;
+      int64_t end;
+    };
+    Run runs[kMaxRuns];
+    const int64_t threads = num_threads() < kMaxRuns ? num_threads() : kMaxRuns;
+    const int64_t num_runs = threads < num_tasks ? threads : num_tasks;
+    for (int64_t run = 0; run < num_runs; run++) {
+      runs[run].next.store(num_tasks * run / num_runs, std::memory_order_relaxed);
+      runs[run].end = num_tasks * (run + 1) / num_runs;
+    }
+    parallel_for(num_runs, 1, [&](int64_t begin, int64_t, int) {
+      for (int64_t turn = 0; turn < num_runs; turn++) {
+        Run& run = runs[(begin + turn) % num_runs];
+        while (run.next.load(std::memory_order_relaxed) < run.end) {
+          const int64_t task = run.next.fetch_add(1, std::memory_order_relaxed);
+          if (task < run.end) body(task, run.end);
+        }
+      }
+    });
+  }
+
  private:
+  static constexpr int64_t kMaxRuns = 64;
+
   struct Loop {
     int64_t num_tasks, grain;
     void* body;

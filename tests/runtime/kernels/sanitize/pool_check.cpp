@@ -32,10 +32,20 @@ void loop(ThreadPool& pool, int num_tasks, int grain) {
   for (int count : times) check(count == 1, "each task once");
 }
 
+void runs(ThreadPool& pool, int num_tasks) {
+  std::vector<int> times(num_tasks);
+  pool.parallel_runs(num_tasks, [&](int64_t task, int64_t end) {
+    check(task < end && end <= num_tasks, "a task of a run");
+    times[task]++;
+  });
+  for (int count : times) check(count == 1, "each task of the runs once");
+}
+
 void loops(ThreadPool& pool, int count, unsigned seed) {
   for (int i = 0; i < count; i++) {
     seed = seed * 1664525 + 1013904223;
     loop(pool, seed >> 26, 1 + (seed >> 10) % 7);
+    runs(pool, seed >> 26);
     if (seed % 97 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));  // workers park
   }
 }
@@ -47,7 +57,10 @@ int main() {
     ThreadPool pool(num_threads);
     loops(pool, 3000, num_threads);
     pool.parallel_for(20, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t task = begin; task < end; task++) loop(pool, 50, 3);  // inside: the caller's alone
+      for (int64_t task = begin; task < end; task++) {
+        loop(pool, 50, 3);  // inside: the caller's alone
+        runs(pool, 50);
+      }
     });
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 3; caller++) callers.emplace_back([&, caller] { loops(pool, 1000, caller); });
