@@ -34,6 +34,10 @@ from llmq.runtime.parallel.shard_plan import REPLICATED, Shard, ShardPlan, check
 from llmq.runtime.parallel.stage_plan import Stage, whole
 from llmq.runtime.parallel.vocabulary import SplitVocabulary
 
+# What was read of a file stays in memory while the file is mapped, or a tensor of it is held: it is mapped anew after
+# so much, and small tensors, which are held, are copied.
+_MAPPED_BYTES, _SMALL_BYTES = 64 << 20, 1 << 20
+
 
 class TensorReader:
     """Tensors of a checkpoint by name, counting which were read."""
@@ -41,6 +45,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files = {name: checkpoint.path / info.file for name, info in checkpoint.tensors.items()}
         self._open: dict[Path, safe_open] = {}
+        self._read_bytes: dict[Path, int] = {}  # since it was opened
         self.read: list[str] = []  # in order, maybe more than once
 
     def __contains__(self, name: str) -> bool:
@@ -50,12 +55,14 @@ class TensorReader:
         return iter(self._files)
 
     def __call__(self, name: str) -> Tensor:
-        """The tensor, memory-mapped; KeyError where the checkpoint has none of this name."""
+        """The tensor, memory-mapped or copied; KeyError where the checkpoint has none of this name."""
         path = self._files[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
+        if path not in self._open or self._read_bytes[path] >= _MAPPED_BYTES:
+            self._open[path], self._read_bytes[path] = safe_open(path, framework="pt"), 0
         self.read.append(name)
-        return self._open[path].get_tensor(name)
+        tensor = self._open[path].get_tensor(name)
+        self._read_bytes[path] += tensor.nbytes
+        return tensor.clone() if tensor.nbytes <= _SMALL_BYTES else tensor
 
     def unread(self) -> Iterator[str]:
         read = set(self.read)
@@ -115,6 +122,13 @@ class DecoderLoader:
     def load(self, max_model_len: int) -> Decoder:
         if self.native is not None and native is not None and self.device.type == "cpu":
             self.packed = self._packed_cache()
+        try:
+            return self._load(max_model_len)
+        finally:
+            if self.packed is not None:
+                self.packed.close()
+
+    def _load(self, max_model_len: int) -> Decoder:
         embedding = None
         if self._is_here("model.embed_tokens.weight"):
             embedding = self._dense("model.embed_tokens.weight", self.plan.shard("model.embed_tokens"))
@@ -257,9 +271,10 @@ class DecoderLoader:
         linear = make()
         made = {kind: more for kind, count in self.schemes.items() if (more := count - schemes.get(kind, 0))}
         entry = entry_of(linear, {"read": self.tensors.read[num_read:], "schemes": made})
-        if entry is not None:
-            self.packed.add(name, entry)
-        return linear
+        if entry is None:
+            return linear
+        kept = self.packed.add(name, entry)
+        return linear if kept is entry else linear_of(kept)
 
     def _linear(self, *names: str, has_bias: bool = False) -> Linear:
         return self._once(" ".join(names), lambda: self._read_linear(names, has_bias))

@@ -1,12 +1,16 @@
 """A decoder from the cache of packed weights computes, counts and refuses as one that was packed just now."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from engine_driver import greedy, run_all
 from safetensors.torch import load_file, save_file
 
+from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.runtime import packed_cache
 from llmq.runtime.kernels import native, why_absent
@@ -82,3 +86,42 @@ def test_float32_and_torch_keep_nothing(folder, make_engine):
     assert make_engine(folder, dtype="fp32").info.packed_weights == ""
     assert make_engine(folder, dtype="bf16", kernels="torch").info.packed_weights == ""
     assert not list((folder / packed_cache.FOLDER).glob("*.bin"))
+
+
+LOADED = """
+import sys, torch
+from llmq.profiles.checkpoint import read_checkpoint
+from llmq.runtime import packed_cache, weights
+from llmq.runtime.dtypes import NativeNumerics
+from llmq.runtime.models.loader import make_loader
+def peak_bytes():
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+weights._MAPPED_BYTES = packed_cache._LEAST_BYTES = packed_cache._PIECE_BYTES = 2 << 20  # of a small model
+def load(folder):
+    loader = make_loader(
+        read_checkpoint(folder), torch.bfloat16, torch.device("cpu"), native=NativeNumerics(False, False)
+    )
+    return loader, loader.load(64)
+load(sys.argv[1])  # whatever a first load imports
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = peak_bytes()
+loader, decoder = load(sys.argv[2])
+assert "kept in" in loader.packed_weights, loader.packed_weights
+print(peak_bytes() - before, decoder.num_bytes)
+"""
+
+
+def test_packing_needs_little_more_memory_than_the_packed_weights(tiny_llama, tmp_path):
+    """Not the checkpoint, nor all that was packed beside its file: 90 MiB of bf16 in layers of 7."""
+    large = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    source = tiny_llama(dtype="bfloat16", **large)
+    folder = shutil.copytree(source, tmp_path / "model")
+    warm_up = shutil.copytree(tiny_llama(dtype="bfloat16"), tmp_path / "warm up")
+    command = [sys.executable, "-c", LOADED, str(warm_up), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    grown, packed = map(int, done.stdout.split())
+    assert packed > 80 << 20
+    assert sum(read_checkpoint(folder).tensor_bytes().values()) > 80 << 20
+    assert grown < 1.3 * packed, grown / packed

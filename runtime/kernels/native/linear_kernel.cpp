@@ -509,7 +509,9 @@ template <Numbers kNumbers, int kRows, class Input>
 void few_rows_of_block(int rows, const PackedWeight& w, const Input& x, int64_t row, int64_t block, int64_t end_block,
                        const Sink& sink) {
   if (rows == kRows) return few_rows<kNumbers, kRows, 1>(w, x, row, block, end_block, sink);
-  if constexpr (kRows < kDirectTileRows) few_rows_of_block<kNumbers, kRows + 1>(rows, w, x, row, block, end_block, sink);
+  if constexpr (kRows < kDirectTileRows) {
+    few_rows_of_block<kNumbers, kRows + 1>(rows, w, x, row, block, end_block, sink);
+  }
 }
 
 template <Numbers kNumbers, class Input>

@@ -46,8 +46,8 @@ class ThreadPool {
          }});
   }
 
-  // Calls body(task, end) for each of [0, num_tasks) once, as parallel_for does, but threads do not take turns: each goes
-  // along a run of its own, one task after the other up to `end`, so that it may fetch the next one's memory meanwhile.
+  // Calls body(task, end) for each of [0, num_tasks) once, as parallel_for does, but threads do not take turns: each
+  // goes along a run of its own, task after task up to `end`, so that it may fetch the next one's memory meanwhile.
   // Who has come to the end of its run helps with what is left of others.
   template <class Body>
   void parallel_runs(int64_t num_tasks, const Body& body) {
