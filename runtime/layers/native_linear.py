@@ -26,7 +26,7 @@ class NativeLinear:
         self.tensors: dict[str, Tensor] = {}  # what `packed` points into
         if bias is not None:
             self.tensors["bias"] = bias.float().contiguous()
-        self.activations, self.input_scale = native.Activations.exact, 0.0
+        self.activations, self.input_scale, outer_shift = native.Activations.exact, 0.0, 0
         if isinstance(weight, Tensor):
             numbers, scales, group_size = native.Numbers.bf16, native.Scales.none, self.in_features
             self.tensors["numbers"] = _packed(numbers, weight.contiguous())
@@ -41,6 +41,8 @@ class NativeLinear:
                 rows = _from_zero(weight, bits)
             self.tensors["numbers"] = _packed(numbers, rows)
             scales = self._pack_scales(weight, bits)
+            if "outer_scales" in self.tensors:
+                outer_shift = (weight.scale.shape[1] // weight.outer_scale.shape[1]).bit_length() - 1
             if weight.column_order is not None:
                 self.tensors["column_order"] = weight.column_order.to(torch.int32)
             if scheme.activation is not None:
@@ -53,6 +55,7 @@ class NativeLinear:
             "numbers": numbers.name,
             "scales": scales.name,
             "group_size": group_size,
+            "outer_shift": outer_shift,
             "activations": self.activations.name,
             "input_scale": self.input_scale,
         }
@@ -82,6 +85,7 @@ class NativeLinear:
             self.out_features,
             self.in_features,
             facts["group_size"],
+            outer_shift=facts["outer_shift"],
             **{name: tensor.data_ptr() for name, tensor in self.tensors.items()},
         )
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
@@ -130,6 +134,13 @@ class NativeLinear:
         return y
 
     def _pack_scales(self, weight: QuantizedWeight, bits: int) -> "native.Scales":
+        if _are_small_times_outer(weight):
+            self.tensors["scales"] = _by_groups(weight.scale, self.out_features, torch.int8)
+            self.tensors["outer_scales"] = _by_groups(weight.outer_scale, self.out_features, torch.float16)
+            if weight.offset is not None:
+                self.tensors["offsets"] = _by_groups(weight.offset, self.out_features, torch.int8)
+                self.tensors["outer_offsets"] = _by_groups(weight.outer_offset, self.out_features, torch.float16)
+            return native.Scales.int8
         scale, offset = weight.scales(), weight.offsets()
         dtype = _narrowest(scale) if offset is None else _narrowest(torch.cat((scale, offset)))
         self.tensors["scales"] = _by_groups(scale, self.out_features, dtype)
@@ -151,6 +162,24 @@ _SCALES = (
         torch.float32: native.Scales.fp32,
     }
 )
+
+
+def _are_small_times_outer(weight: QuantizedWeight) -> bool:
+    """Whether scales, and offsets, are small whole numbers times a float16 that a power of two of groups share, as in
+    GGUF's K blocks: kept as they come, for their products take four bytes each."""
+    if weight.zero_point is not None:
+        return False
+    pairs = [(weight.scale, weight.outer_scale)]
+    if weight.offset is not None:
+        pairs.append((weight.offset, weight.outer_offset))
+    if any(outer is None or inner.dtype not in (torch.int8, torch.uint8) for inner, outer in pairs):
+        return False
+    shared = [inner.shape[1] // outer.shape[1] for inner, outer in pairs]
+    return (
+        len(set(shared)) == 1
+        and shared[0].bit_count() == 1
+        and all(outer.dtype == torch.float16 and int(inner.max()) < 128 for inner, outer in pairs)
+    )
 
 
 def _activations(scheme: ActivationScheme) -> "native.Activations":

@@ -17,7 +17,8 @@ void bind_linear(nb::module_& module) {
       .value("none", Scales::none)
       .value("bf16", Scales::bf16)
       .value("fp16", Scales::fp16)
-      .value("fp32", Scales::fp32);
+      .value("fp32", Scales::fp32)
+      .value("int8", Scales::int8);
   nb::enum_<Activations::Mode>(module, "Activations")
       .value("exact", Activations::Mode::exact)
       .value("int8_group", Activations::Mode::int8_group)
@@ -30,7 +31,7 @@ void bind_linear(nb::module_& module) {
           "__init__",
           [](PackedWeight* self, Numbers numbers_type, Scales scales_type, int64_t out_features, int64_t in_features,
              int64_t group_size, uintptr_t numbers, uintptr_t scales, uintptr_t zeros, uintptr_t offsets,
-             uintptr_t bias, uintptr_t column_order) {
+             uintptr_t bias, uintptr_t column_order, int outer_shift, uintptr_t outer_scales, uintptr_t outer_offsets) {
             new (self) PackedWeight{numbers_type,
                                     scales_type,
                                     out_features,
@@ -41,10 +42,14 @@ void bind_linear(nb::module_& module) {
                                     pointer<uint8_t>(zeros),
                                     pointer<void>(offsets),
                                     pointer<float>(bias),
-                                    pointer<int32_t>(column_order)};
+                                    pointer<int32_t>(column_order),
+                                    outer_shift,
+                                    pointer<uint16_t>(outer_scales),
+                                    pointer<uint16_t>(outer_offsets)};
           },
           "numbers_type"_a, "scales_type"_a, "out_features"_a, "in_features"_a, "group_size"_a, "numbers"_a,
-          "scales"_a = 0, "zeros"_a = 0, "offsets"_a = 0, "bias"_a = 0, "column_order"_a = 0)
+          "scales"_a = 0, "zeros"_a = 0, "offsets"_a = 0, "bias"_a = 0, "column_order"_a = 0, "outer_shift"_a = 0,
+          "outer_scales"_a = 0, "outer_offsets"_a = 0)
       .def_ro("out_features", &PackedWeight::out_features)
       .def_ro("in_features", &PackedWeight::in_features)
       .def_ro("group_size", &PackedWeight::group_size);

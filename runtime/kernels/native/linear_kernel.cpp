@@ -279,10 +279,23 @@ RoundedInput prepare_rounded(const PackedWeight& w, Activations activations, Row
 
 // ---- Scales of a group
 
-LLMQ_INLINE Floats load_scale(Scales type, const void* p, int64_t index) {
-  switch (type) {
+LLMQ_INLINE int64_t index_of_group(const PackedWeight& w, int64_t block, int64_t group) {
+  return (block * w.num_groups() + group) * kLane;
+}
+LLMQ_INLINE int64_t index_of_outer(const PackedWeight& w, int64_t block, int64_t group) {
+  return (block * (w.num_groups() >> w.outer_shift) + (group >> w.outer_shift)) * kLane;
+}
+
+// Of scales, or of offsets. A product of int8 and fp16 is exact.
+LLMQ_INLINE Floats load_scale(const PackedWeight& w, const void* p, const uint16_t* outer, int64_t block, int64_t group) {
+  const int64_t index = index_of_group(w, block, group);
+  switch (w.scales_type) {
     case Scales::bf16: return load_bf16(static_cast<const uint16_t*>(p) + index);
     case Scales::fp16: return load_fp16(static_cast<const uint16_t*>(p) + index);
+    case Scales::int8: {
+      const Floats inner = load_int8(static_cast<const int8_t*>(p) + index);
+      return multiply(inner, load_fp16(outer + index_of_outer(w, block, group)));
+    }
     default: return load_floats(static_cast<const float*>(p) + index);
   }
 }
@@ -293,20 +306,27 @@ struct GroupScale {
 };
 
 LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t group) {
-  const int64_t index = (block * w.num_groups() + group) * kLane;
   const Floats center = broadcast(w.numbers_type == Numbers::int4 ? 8 : 128);
-  const Floats scale = load_scale(w.scales_type, w.scales, index);
-  if (w.offsets) return {scale, multiply_add(center, scale, load_scale(w.scales_type, w.offsets, index))};
-  if (w.zeros) return {scale, multiply(subtract(center, load_uint8(w.zeros + index)), scale)};
+  const Floats scale = load_scale(w, w.scales, w.outer_scales, block, group);
+  if (w.offsets) {
+    return {scale, multiply_add(center, scale, load_scale(w, w.offsets, w.outer_offsets, block, group))};
+  }
+  if (w.zeros) {
+    const Floats zero = load_uint8(w.zeros + index_of_group(w, block, group));
+    return {scale, multiply(subtract(center, zero), scale)};
+  }
   return {scale, zero_floats()};
 }
 
 // Orders what load_group will read.
 LLMQ_INLINE void prefetch_group(const PackedWeight& w, int64_t block, int64_t group) {
-  const int64_t index = (block * w.num_groups() + group) * kLane, bytes = w.scales_type == Scales::fp32 ? 4 : 2;
+  const int64_t index = index_of_group(w, block, group);
+  const int64_t bytes = w.scales_type == Scales::fp32 ? 4 : w.scales_type == Scales::int8 ? 1 : 2;
   __builtin_prefetch(static_cast<const uint8_t*>(w.scales) + index * bytes);
   if (w.offsets) __builtin_prefetch(static_cast<const uint8_t*>(w.offsets) + index * bytes);
   if (w.zeros) __builtin_prefetch(w.zeros + index);
+  if (w.outer_scales) __builtin_prefetch(w.outer_scales + index_of_outer(w, block, group));
+  if (w.outer_offsets) __builtin_prefetch(w.outer_offsets + index_of_outer(w, block, group));
 }
 
 // ---- Sums of products

@@ -11,7 +11,7 @@ constexpr int64_t kLane = 16;
 constexpr int64_t kInputStep = 8;
 
 enum class Numbers { bf16, int8, int4, fp8 };
-enum class Scales { none, bf16, fp16, fp32 };
+enum class Scales { none, bf16, fp16, fp32, int8 };
 
 // A linear's weight [out_features, in_features] as the kernels read it; borrows its memory.
 //
@@ -27,7 +27,8 @@ enum class Scales { none, bf16, fp16, fp32 };
 //     int8, fp8: 4 inputs a line: bytes 0, 2, 1, 3 of a lane
 //     bf16: 2 inputs a line
 // The order of bytes lets a nibble's or a byte's neighbour in bf16 be its neighbour in the input.
-// scales, zeros and offsets: [block][group][kLane].
+// scales, zeros and offsets: [block][group][kLane]. int8 scales and offsets are times an outer one, in fp16, that
+// 1 << outer_shift groups of a row share, all of them whole: [block][num_groups() >> outer_shift][kLane].
 struct PackedWeight {
   Numbers numbers_type;
   Scales scales_type;  // of scales and offsets
@@ -40,6 +41,9 @@ struct PackedWeight {
   const void* offsets = nullptr;
   const float* bias = nullptr;           // [out_features]
   const int32_t* column_order = nullptr;  // [in_features]: the input that each stored column multiplies
+  int outer_shift = 0;
+  const uint16_t* outer_scales = nullptr;
+  const uint16_t* outer_offsets = nullptr;
 
   int64_t padded_in() const { return (in_features + kInputStep - 1) / kInputStep * kInputStep; }
   int64_t num_blocks() const { return (out_features + kLane - 1) / kLane; }

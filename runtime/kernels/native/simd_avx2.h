@@ -68,6 +68,11 @@ LLMQ_INLINE Floats load_uint8(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
+LLMQ_INLINE Floats load_int8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 
 // To the nearest, ties to even; a NaN keeps its upper half, and stays one.
 LLMQ_INLINE __m128i eight_to_bf16(__m256 v) {

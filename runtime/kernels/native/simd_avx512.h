@@ -48,6 +48,9 @@ LLMQ_INLINE Floats load_fp16(const uint16_t* p) {
 LLMQ_INLINE Floats load_uint8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+LLMQ_INLINE Floats load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 
 LLMQ_INLINE void store_bf16(uint16_t* p, Floats v) {
 #ifdef __AVX512BF16__

@@ -125,7 +125,7 @@ INTEGERS = st.sampled_from(
     ]
     + [(4, "group", "float", 0), (4, "group", "float", 2), (8, "group", "float", 0), (4, "group", None, 2)]
     + [(bits, "group", zero, 0) for bits in (2, 3, 5, 6) for zero in (None, "int", "float")]
-    + [(3, "channel", "int", 0), (6, "group", None, 2)]
+    + [(3, "channel", "int", 0), (6, "group", None, 2), (6, "group", None, 16), (5, "group", "float", 8)]
 )
 
 
@@ -187,6 +187,33 @@ def exact(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_integer_weights(isa):
     integer_case()
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero", "outer", "scale_dtype"),
+    [(4, "float", 8, torch.uint8), (6, None, 16, torch.int8), (3, None, 1, torch.int8), (4, "float", 3, torch.uint8)],
+)
+def test_scales_of_two_parts_stay_small_and_compute_as_whole_ones(isa, bits, zero, outer, scale_dtype):
+    """GGUF's K blocks: a byte a group instead of four, and the same product to the last bit."""
+    weight = make("int", bits, "group", 100, 96 * 16, seed=5, zero=zero, outer=outer)
+    if scale_dtype == torch.int8:
+        generator = torch.Generator().manual_seed(6)
+        signed = torch.randint(-128, 128, weight.scale.shape, generator=generator).to(torch.int8)
+        weight = dataclasses.replace(weight, scale=signed)
+    whole = dataclasses.replace(
+        weight, scale=weight.scales(), offset=weight.offsets(), outer_scale=None, outer_offset=None
+    )
+    small, large = NativeLinear(weight, None), NativeLinear(whole, None)
+    assert large.packed_facts["scales"] == "fp32"
+    is_small = outer.bit_count() == 1
+    assert small.packed_facts["scales"] == ("int8" if is_small else "fp32")
+    num_scales = large.tensors["scales"].numel() * (1 if zero is None else 2)
+    if is_small:
+        assert large.num_bytes - small.num_bytes == num_scales * 4 - num_scales - 2 * num_scales // outer
+    for rows in (1, 2, 5, 16, 40):
+        x = input_of(rows, 96 * 16, rows)
+        for mode in (native.Activations.exact, native.Activations.int8_group, native.Activations.int8_row):
+            assert torch.equal(product(small, mode, x, torch.float32), product(large, mode, x, torch.float32))
 
 
 @pytest.mark.parametrize(

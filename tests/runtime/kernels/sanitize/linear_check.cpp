@@ -34,7 +34,10 @@ void product(Numbers type, Scales scales_type, Correction correction, bool has_o
   std::unique_ptr<uint8_t[]> packed(new uint8_t[w.num_blocks() * w.block_bytes()]);
   pack_numbers(type, numbers.data(), out, in, packed.get());
   w.numbers = packed.get();
-  const int64_t of_groups = w.num_blocks() * w.num_groups() * kLane, scale_bytes = scales_type == Scales::fp32 ? 4 : 2;
+  const int64_t of_groups = w.num_blocks() * w.num_groups() * kLane;
+  const int64_t scale_bytes = scales_type == Scales::fp32 ? 4 : scales_type == Scales::int8 ? 1 : 2;
+  while (scales_type == Scales::int8 && w.outer_shift < 3 && w.num_groups() % (2 << w.outer_shift) == 0) w.outer_shift++;
+  std::vector<uint16_t> outer(of_groups >> w.outer_shift, 0x3c00);
   std::vector<uint8_t> scales(of_groups * scale_bytes, 0x3c), offsets(of_groups * scale_bytes, 0x3d);
   std::vector<uint8_t> zeros(of_groups, 7);
   std::vector<float> bias(out, 1.0f);
@@ -43,6 +46,8 @@ void product(Numbers type, Scales scales_type, Correction correction, bool has_o
   if (scales_type != Scales::none) w.scales = scales.data();
   if (correction == Correction::zeros) w.zeros = zeros.data();
   if (correction == Correction::offsets) w.offsets = offsets.data();
+  if (scales_type == Scales::int8) w.outer_scales = outer.data();
+  if (scales_type == Scales::int8 && w.offsets) w.outer_offsets = outer.data();
   if (has_order) w.column_order = order.data();
   w.bias = bias.data();
   std::vector<uint16_t> x(rows * in), y(rows * out);
@@ -68,7 +73,7 @@ int main() {
         const bool is_bf16 = type == Numbers::bf16, is_fp8 = type == Numbers::fp8;
         const bool is_channel = is_bf16 || random_below(3) == 0;
         const bool has_order = !is_bf16 && random_below(2);
-        const auto scales = is_bf16 ? Scales::none : static_cast<Scales>(1 + random_below(3));
+        const auto scales = is_bf16 ? Scales::none : static_cast<Scales>(1 + random_below(4));
         const auto correction = is_bf16 || is_fp8 ? Correction::none : static_cast<Correction>(random_below(3));
         for (Mode mode : {Mode::exact, Mode::int8_group, Mode::int8_row, Mode::fp8_group, Mode::fp8_row}) {
           const bool is_of_fp8 = mode == Mode::fp8_group || mode == Mode::fp8_row;
