@@ -35,12 +35,20 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_draft_tokens: int = 0  # how many to guess for the next step
 
 
+class DraftPrices(msgspec.Struct, frozen=True, kw_only=True):
+    """What guesses are weighed by, in seconds (`speculative.policy`)."""
+
+    token_s: float  # what a token more is worth: so long may a sure guess of one take
+    rows_s: tuple[float, ...]  # what 0, 1, 2, … guesses add to the step that verifies them: at most so many are made
+    plain_s: float  # a step that guesses nothing
+    spare_s: float  # what guessing may cost now, if no guess is right
+
+
 class DraftTerms(msgspec.Struct, frozen=True, kw_only=True):
     """How much is guessed for the next step. Without prices whatever speaks for a token is reason enough."""
 
     num_tokens: int = 0  # for each request that decodes, at most; 0: no speculation
-    least_chance: float = 0.0  # that a draft has to be right, to be worth verifying
-    token_s: float = 0.0  # what a token more is worth: so long may a sure guess of one take; 0: no price
+    prices: DraftPrices | None = None
     most_s: float = float("inf")  # that guessing may take of this step, beside which somebody waits for his next token
 
 

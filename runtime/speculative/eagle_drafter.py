@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmq.runtime.batch import RunnerRequest
-from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
+from llmq.runtime.scheduler_output import ScheduledRequest
 from llmq.runtime.speculative import pass_drafter
 from llmq.runtime.speculative.draft_pass import Span
 from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
@@ -45,7 +45,7 @@ class EagleDrafter(PassDrafter[_Text]):
         text.draft = self._guesser.begin(request, max(0, min(item.max_draft_tokens, text.num_slots - known + 1)))
         return text
 
-    def _catch_up(self, texts: Sequence[_Text], most_tokens: int, terms: DraftTerms) -> list[_Text]:
+    def _catch_up(self, texts: Sequence[_Text], most_tokens: int) -> list[_Text]:
         left, spans = most_tokens, []
         for text in texts:
             # The last pair of a prompt waits for the token that follows it.
@@ -63,14 +63,14 @@ class EagleDrafter(PassDrafter[_Text]):
             places.append((text, text.num_computed, num_new, is_ready))
             text.num_computed += num_new
             text.features = text.features[num_new:]
-        self._pairs(places, features, terms)
+        self._pairs(places, features)
         return ready
 
-    def _guess(self, texts: Sequence[_Text], terms: DraftTerms) -> None:
+    def _guess(self, texts: Sequence[_Text]) -> None:
         places = [(text, text.num_computed + len(text.draft.guess.token_ids) - 1, 1, True) for text in texts]
-        self._pairs(places, torch.stack([text.last for text in texts]), terms)
+        self._pairs(places, torch.stack([text.last for text in texts]))
 
-    def _pairs(self, places: Sequence[tuple[_Text, int, int, bool]], features: Tensor, terms: DraftTerms) -> None:
+    def _pairs(self, places: Sequence[tuple[_Text, int, int, bool]], features: Tensor) -> None:
         """Compute so many pairs of each text from a position on, and add a guess where the last one is to bring it."""
         spans = [
             Span(text.draft.view, start, text.draft.view.token_ids[start + 1 : start + 1 + num_pairs], is_named)
@@ -80,4 +80,4 @@ class EagleDrafter(PassDrafter[_Text]):
         for (text, _, _, _), rows in zip(places, hidden.split([count for _, _, count, _ in places]), strict=True):
             text.last = rows[-1]
         if named := [text.draft for text, _, _, is_named in places if is_named]:
-            self._guesser.add(logits, named, terms)
+            self._guesser.add(logits, named)

@@ -13,6 +13,7 @@ from llmq.runtime.sampling.sampler import Sampler
 from llmq.runtime.scheduler_output import DraftTerms
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.pass_price import PassPrice
+from llmq.runtime.speculative.worth import num_worth
 
 # Guesses are told apart by the probability that they were drawn with: so many classes from 0 to 1.
 LEVELS = 10
@@ -34,16 +35,16 @@ class Draft:
     view: RunnerRequest
     count: int  # guesses at most
     guess: Guess
-    chance: float = 1.0  # that all guesses are right
-    num_worth: int = 0  # the first of them, that are worth verifying
+    chances: list[float] = field(default_factory=list)  # that each guess is right, and all before it
+
+    @property
+    def chance(self) -> float:
+        """That all guesses are right."""
+        return self.chances[-1] if self.chances else 1.0
 
     @property
     def wants_more(self) -> bool:
         return len(self.guess.token_ids) < self.count
-
-    @property
-    def worth(self) -> list[int]:
-        return self.guess.token_ids[: self.num_worth]
 
 
 class Guesser:
@@ -61,8 +62,17 @@ class Guesser:
 
     @property
     def first_chance(self) -> float:
-        """Of first guesses, whatever their probability."""
-        return self._first.share(0)
+        """Of first guesses, whatever their probability: at least so much."""
+        return self._first.lower(0)
+
+    @property
+    def best_first_chance(self) -> float:
+        """At most so much, by what is known."""
+        return self._first.upper(0)
+
+    def wait(self) -> None:
+        """Nothing was guessed in a step."""
+        self._first.fade()
 
     def begin(self, request: RunnerRequest, count: int, token_ids: Sequence[int] | None = None) -> Draft:
         """`token_ids`: what is known of the request, where that is not all of it."""
@@ -72,11 +82,26 @@ class Guesser:
         view.token_ids = list(request.token_ids if token_ids is None else token_ids)
         return Draft(view, count, Guess(at=len(view.token_ids)))
 
-    def worth_more(self, drafts: Sequence[Draft], price: PassPrice, terms: DraftTerms) -> list[Draft]:
-        """Those of which another guess is worth a pass. It has to be right too: with it, they are right less often."""
-        more = [draft for draft in drafts if draft.wants_more]
-        least = price.least_chance(max(1, len(more)), terms)
-        return [draft for draft in more if draft.chance * self.first_chance >= least]
+    def worth_more(self, drafts: Sequence[Draft], price: PassPrice, terms: DraftTerms, spent_s: float) -> list[Draft]:
+        """Those of which another guess is worth a pass, where guessing has taken `spent_s`: the likeliest, as many as
+        gain most. A guess has to be right after all before it: with it, they are right less often."""
+        more = sorted((draft for draft in drafts if draft.wants_more), key=lambda draft: -draft.chance)
+        if (prices := terms.prices) is None:
+            return more
+        made = sum(len(draft.chances) for draft in drafts)
+        most, gained_s, best = min(len(more), len(prices.rows_s) - 1 - made), 0.0, (0.0, 0)
+        for count, draft in enumerate(more[: max(0, most)], 1):
+            gained_s += prices.token_s * draft.chance * self.first_chance
+            pass_s, rows_s = price.seconds(count), prices.rows_s[made + count]
+            if spent_s + pass_s + rows_s > prices.spare_s:
+                break
+            best = max(best, (gained_s - pass_s - rows_s + prices.rows_s[made], count))
+        return more[: best[1]]
+
+    def keep_worth(self, drafts: Sequence[Draft], terms: DraftTerms, spent_s: float) -> list[list[int]]:
+        """The guesses of each draft that are verified, where guessing has taken `spent_s`."""
+        counts = num_worth([draft.chances for draft in drafts], terms, spent_s)
+        return [draft.guess.token_ids[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def learn(self, guess: Guess, token_ids: Sequence[int]) -> int:
         """Compare a guess with what came, and return how many of its tokens were right before one was not."""
@@ -90,7 +115,7 @@ class Guesser:
             right += 1
         return right
 
-    def add(self, logits: Tensor, drafts: Sequence[Draft], terms: DraftTerms) -> None:
+    def add(self, logits: Tensor, drafts: Sequence[Draft]) -> None:
         """A token more for each draft, from float32 logits [num_drafts, words of the drafter]."""
         logits = _in_vocabulary(logits, self._vocab_size)
         made = self._sampler(logits, [draft.view for draft in drafts])  # changes `logits` by penalties and biases
@@ -103,12 +128,10 @@ class Guesser:
                 draft.count = 0
                 continue
             level = min(LEVELS - 1, int(chance * LEVELS))
-            draft.chance *= self._acceptance.share(level)
+            draft.chances.append(draft.chance * self._acceptance.lower(level))
             draft.guess.token_ids.append(one.token_ids[0])
             draft.guess.levels.append(level)
             draft.view.token_ids.append(one.token_ids[0])
-            if draft.chance >= terms.least_chance:
-                draft.num_worth = len(draft.guess.token_ids)
 
 
 def _in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -5,7 +5,6 @@ tree that the paper builds of each head's likeliest tokens the likeliest chain i
 """
 
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.guesses import Draft, Guesser
 from llmq.runtime.speculative.pass_price import PassPrice
+from llmq.runtime.speculative.worth import gain_of
 
 FILE = "medusa_lm_head.safetensors"
 _LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -110,17 +110,30 @@ class MedusaDrafter:
                 draft = self._guesser.begin(request, min(item.max_draft_tokens, len(self._heads)))
                 self._drafts[request.request_id] = draft
                 asked.append(draft)
-        self._guess(asked, terms)
-        return [
-            self._drafts[request.request_id].worth if request.request_id in self._drafts else [] for request in requests
-        ]
+        spent_s = self._guess(asked, terms)
+        worth = iter(self._guesser.keep_worth(asked, terms, spent_s))
+        return [next(worth) if request.request_id in self._drafts else [] for request in requests]
 
-    def _guess(self, drafts: Sequence[Draft], terms: DraftTerms) -> None:
-        began_s = time.perf_counter()
+    def _guess(self, drafts: Sequence[Draft], terms: DraftTerms) -> float:
+        """What it took."""
+        began_s, current = self._price.clock(), drafts
         for head in self._heads:
-            drafts = self._guesser.worth_more(drafts, self._price, terms)
-            if not drafts or not self._price.fits(terms.most_s - (time.perf_counter() - began_s)):
-                return
-            with self._price.timed():
-                logits = head(torch.stack([draft.view.hidden[-1] for draft in drafts]))
-                self._guesser.add(logits, drafts, terms)
+            spent_s = self._price.clock() - began_s
+            current = self._guesser.worth_more(current, self._price, terms, spent_s)
+            if not current and head is self._heads[0] and drafts and terms.prices is not None:
+                current = self._on_trial(drafts, terms)
+            if not current or not self._price.fits(len(current), terms.most_s - spent_s):
+                break
+            with self._price.timed(len(current)):
+                logits = head(torch.stack([draft.view.hidden[-1] for draft in current]))
+                self._guesser.add(logits, current)
+        return self._price.clock() - began_s
+
+    def _on_trial(self, drafts: Sequence[Draft], terms: DraftTerms) -> list[Draft]:
+        """Of guesses that are not known to pay one is tried, where they may by what is known."""
+        may_pay = gain_of(len(drafts), self._guesser.best_first_chance, self._price, terms).gained_s > 0.0
+        pass_s = self._price.seconds(1) if self._price.is_known else terms.prices.plain_s
+        if may_pay and pass_s <= terms.prices.spare_s:
+            return [drafts[0]]
+        self._guesser.wait()
+        return []

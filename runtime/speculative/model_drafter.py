@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.batch import RunnerRequest
-from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
+from llmq.runtime.scheduler_output import ScheduledRequest
 from llmq.runtime.speculative.draft_pass import DraftPasses, Span
 from llmq.runtime.speculative.guesses import Guess, Guesser
 from llmq.runtime.speculative.pass_drafter import Followed, PassDrafter
@@ -36,7 +36,7 @@ class ModelDrafter(PassDrafter[Followed]):
         text.draft = self._guesser.begin(request, count, request.token_ids[:end])
         return text
 
-    def _catch_up(self, texts: Sequence[Followed], most_tokens: int, terms: DraftTerms) -> list[Followed]:
+    def _catch_up(self, texts: Sequence[Followed], most_tokens: int) -> list[Followed]:
         left, spans, ready = most_tokens, [], []
         for text in texts:
             known = len(text.draft.view.token_ids)
@@ -47,13 +47,13 @@ class ModelDrafter(PassDrafter[Followed]):
             left -= num_new
             if text.draft.count > 0 and text.num_computed + num_new == known:
                 ready.append(text)
-        self._extend(spans, ready, terms)
+        self._extend(spans, ready)
         return ready
 
-    def _guess(self, texts: Sequence[Followed], terms: DraftTerms) -> None:
-        self._extend([(text, 1) for text in texts], texts, terms)
+    def _guess(self, texts: Sequence[Followed]) -> None:
+        self._extend([(text, 1) for text in texts], texts)
 
-    def _extend(self, spans: Sequence[tuple[Followed, int]], guessed: Sequence[Followed], terms: DraftTerms) -> None:
+    def _extend(self, spans: Sequence[tuple[Followed, int]], guessed: Sequence[Followed]) -> None:
         """Compute the next tokens of texts, and add a guess to those in `guessed`, whose last token is among them."""
         if not spans:
             return
@@ -64,7 +64,7 @@ class ModelDrafter(PassDrafter[Followed]):
             text.num_computed += num_new
         _, logits = self._passes.run(computed)
         if guessed:
-            self._guesser.add(logits, [text.draft for text in guessed], terms)
+            self._guesser.add(logits, [text.draft for text in guessed])
 
 
 class FirstLayersDrafter(ModelDrafter):

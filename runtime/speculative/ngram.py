@@ -1,5 +1,7 @@
 """NgramDrafter: a text goes on as it did the last time that it said the same (prompt lookup decoding)."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +9,7 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.text_pool import TextPool
+from llmq.runtime.speculative.worth import num_worth
 
 SHORTEST = 2  # tokens that have to be the same
 LONGEST = 8  # a match is not measured beyond: more does not speak for more
@@ -34,7 +37,7 @@ class NgramDrafter:
 
     Hash index of pairs, extended token by token: a proposal costs the new tokens and CANDIDATES comparisons, whatever
     the length of the text. Every guess is compared with what came, also those that were not worth verifying: so it is
-    known how often a match of each length is right, and speculation that was turned off turns itself on again.
+    known, at no cost, how often a match of each length is right, and what turned itself off turns itself on again.
 
     With a pool what finished requests have answered speaks too, where more of it agrees.
     """
@@ -50,10 +53,13 @@ class NgramDrafter:
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
     ) -> list[list[int]]:
-        return [
-            self._propose(request, item.max_draft_tokens, terms.least_chance) if item.max_draft_tokens else []
+        texts = [
+            self._guess(request, item.max_draft_tokens) if item.max_draft_tokens else _Text()
             for item, request in zip(items, requests, strict=True)
         ]
+        counts = num_worth([self._chances(text) for text in texts], terms)
+        self.num_pooled += sum(count for text, count in zip(texts, counts, strict=True) if text.is_pooled)
+        return [text.guess[:count] for text, count in zip(texts, counts, strict=True)]
 
     def forget(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)
@@ -62,7 +68,8 @@ class NgramDrafter:
             first = max(0, text.request.num_prompt_tokens - LONGEST)
             self._pool.add(text.request.cache_salt, text.request.token_ids[first:])
 
-    def _propose(self, request: RunnerRequest, count: int, least: float) -> list[int]:
+    def _guess(self, request: RunnerRequest, count: int) -> _Text:
+        """What it said next the last time, at most `count` tokens, which are compared with what comes."""
         text, token_ids = self._texts.setdefault(request.request_id, _Text(request=request)), request.token_ids
         self._learn(text, token_ids)
         _index(text, token_ids)
@@ -73,14 +80,13 @@ class NgramDrafter:
         if text.is_pooled:
             matched, text.guess = found.length, list(found.text.token_ids[found.place : found.place + count])
         text.guessed_at, text.matched = len(token_ids), matched
-        acceptance, chance, worth = self._acceptance_of(text), 1.0, 0
-        for index in range(len(text.guess)):
-            chance *= acceptance.share(matched + index - SHORTEST)
-            if chance < least:
-                break
-            worth = index + 1
-        self.num_pooled += worth if text.is_pooled else 0
-        return text.guess[:worth]
+        return text
+
+    def _chances(self, text: _Text) -> list[float]:
+        """That each guess is right, and all before it."""
+        first = text.matched - SHORTEST
+        chances = map(self._acceptance_of(text).lower, range(first, first + len(text.guess)))
+        return list(itertools.accumulate(chances, operator.mul))
 
     def _acceptance_of(self, text: _Text) -> Acceptance:
         return self._pooled if text.is_pooled else self._acceptance

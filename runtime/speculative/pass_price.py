@@ -1,70 +1,72 @@
-"""PassPrice: what a drafter's own computing costs, against what its guesses bring."""
+"""PassPrice: what a drafter's own computing takes, as it was measured."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llmq.runtime.scheduler_output import DraftTerms
+import numpy as np
 
-# A drafter whose first guess has not been worth its time is asked again after so many steps.
-PROBE_STEPS = 64
-_FORGET = 1 / 8
-# A pass over so many tokens says what a token takes of one, a smaller one what any takes.
-_MANY_TOKENS = 32
+_FORGET = 1 / 16
+# Until passes of different sizes were seen a token more counts as so much of a pass.
+_TOKEN_SHARE = 1 / 12
+_PRIOR_PASSES = 0.1
+# A pass that takes too long for a step is tried again after some hundred steps.
+_FADE = 1 / 64
 
 
 class PassPrice:
-    """Of a pass, which gives each request that is guessed on one guess more. As measured, a running mean."""
+    """A pass over n tokens takes a + b · n: the least relative errors over the last passes, older ones forgotten."""
 
-    def __init__(self) -> None:
-        self._pass_s = 0.0
-        self._token_s = 0.0  # of a pass over many
-        self._num_idle = 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._sums = np.zeros((2, 3))  # of a² … a · n … a · 1, each over the time that the pass took
+        self._terms = (0.0, 0.0)
+        self._fade = 1.0
 
-    def least_chance(self, batch: int, terms: DraftTerms) -> float:
-        """That a guess of a pass over `batch` requests has to be right, to repay its part of the pass and its row of
-        the next step."""
-        return terms.least_chance + (self._pass_s / (batch * terms.token_s) if terms.token_s else 0.0)
+    @property
+    def is_known(self) -> bool:
+        return self._terms != (0.0, 0.0)
 
-    def is_worth_it(self, batch: int, chance: float, terms: DraftTerms) -> bool:
-        """Whether first guesses for `batch` requests, right with `chance`, repay a pass. What did not is tried again
-        now and then: texts change, and so does the machine."""
-        if batch == 0:  # prompts only: they are followed where guesses have been worth it lately
-            return self._num_idle == 0
-        is_worth = not terms.token_s or chance > self.least_chance(batch, terms)
-        self._num_idle = 0 if is_worth else self._num_idle + 1
-        return self._num_idle % PROBE_STEPS == 0
+    def seconds(self, num_tokens: int) -> float:
+        """Of a pass over so many tokens; 0 where there was none yet."""
+        return self._fade * (self._terms[0] + self._terms[1] * num_tokens)
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        began_s = time.perf_counter()
+    def timed(self, num_tokens: int) -> Iterator[None]:
+        began_s = self.clock()
         yield
-        self._pass_s = _mean(self._pass_s, time.perf_counter() - began_s)
+        self.observe(num_tokens, self.clock() - began_s)
 
-    def fits(self, seconds: float) -> bool:
+    def fits(self, num_tokens: int, seconds: float) -> bool:
         """Whether a pass ends within `seconds`. A price by which none does is forgotten by and by, and tried again."""
-        if self._pass_s <= seconds:
+        if self.seconds(num_tokens) <= seconds:
             return True
-        self._pass_s *= 1.0 - 1.0 / PROBE_STEPS
+        self._fade *= 1.0 - _FADE
         return False
 
     def tokens_within(self, seconds: float, most: int) -> int:
         """How many tokens a pass can compute in `seconds`, up to `most`."""
         if seconds == float("inf"):
             return most
-        if seconds <= 0.0 or not self.fits(seconds):
+        if seconds <= 0.0 or not self.fits(1, seconds):
             return 0
-        if not self._token_s:
-            return min(most, _MANY_TOKENS)
-        return min(most, int((seconds - self._pass_s) / self._token_s))
+        if not self.is_known:
+            return min(most, 32)
+        token_s = self._fade * self._terms[1]
+        return min(most, int((seconds - self.seconds(0)) / token_s) if token_s else most)
 
     def observe(self, num_tokens: int, took_s: float) -> None:
         """A pass over `num_tokens` has taken `took_s`."""
-        if num_tokens >= _MANY_TOKENS:
-            self._token_s = _mean(self._token_s, max(0.0, took_s - self._pass_s) / num_tokens)
-        elif num_tokens:
-            self._pass_s = _mean(self._pass_s, took_s)
-
-
-def _mean(before: float, now: float) -> float:
-    return before + _FORGET * (now - before) if before else now
+        if not num_tokens or took_s <= 0.0:
+            return
+        row = np.array([1.0, num_tokens, took_s]) / took_s
+        self._sums = (1.0 - _FORGET) * self._sums + np.outer(row[:2], row)
+        # Drawn towards b = _TOKEN_SHARE · a, in the same relative measure.
+        prior = np.array([-_TOKEN_SHARE, 1.0]) * num_tokens / took_s
+        gram = self._sums[:, :2] + _PRIOR_PASSES * np.outer(prior, prior)
+        base, token = np.linalg.lstsq(gram, self._sums[:, 2], rcond=1e-12)[0].tolist()
+        if base < 0.0:
+            base, token = 0.0, self._sums[1, 2] / self._sums[1, 1]
+        elif token < 0.0:
+            base, token = self._sums[0, 2] / self._sums[0, 0], 0.0
+        self._terms, self._fade = (base, token), 1.0

@@ -18,6 +18,7 @@ from llmq.runtime.scheduler import Scheduler
 from llmq.runtime.scheduler_output import DraftTerms, RequestResult, StepResult
 from llmq.runtime.speculative.pass_price import PassPrice
 from llmq.runtime.speculative.policy import DraftPolicy
+from llmq.runtime.speculative.worth import num_worth
 
 READS_WEIGHTS = StepCost(fixed_s=0.010, token_s=0.0005, sequence_s=0.0001, context_token_s=0.0, pair_s=0.0)
 COMPUTES = StepCost(fixed_s=0.001, token_s=0.010, sequence_s=0.0, context_token_s=0.0, pair_s=0.0)
@@ -46,9 +47,11 @@ def tokens_per_second(cost: StepCost, batch: int, chance: float, num_drafts: int
             debt[index] += sum(chance**n for n in range(1, count + 1))
             accepted = min(count, int(debt[index]))
             debt[index] -= accepted
-            worth = sum(chance**n >= plan.drafts.least_chance for n in range(1, item.max_draft_tokens + 1))
-            results[item.request_id] = RequestResult(token_ids=[9] * (accepted + 1), draft_token_ids=[9] * worth)
+            results[item.request_id] = RequestResult(token_ids=[9] * (accepted + 1))
             made += accepted + 1
+        chances = [[chance**n for n in range(1, item.max_draft_tokens + 1)] for item in plan.scheduled]
+        for item, worth in zip(plan.scheduled, num_worth(chances, plan.drafts), strict=True):
+            results[item.request_id] = msgspec.structs.replace(results[item.request_id], draft_token_ids=[9] * worth)
         now_s += cost.step_s(step_shape(plan))
         pacer.end_step(plan, goes_on=True)
         scheduler.update_from_output(plan, StepResult(results=results))
@@ -67,9 +70,14 @@ def test_it_is_near_the_best_fixed_number_and_never_slower_than_off(cost, batch,
 
 
 def test_it_turns_itself_off_where_arithmetic_is_the_limit():
-    policy = DraftPolicy(8, StepCostModel(COMPUTES))
-    assert policy.terms([100] * 16).least_chance > 0.99
-    assert DraftPolicy(8, StepCostModel(READS_WEIGHTS)).terms([100]).least_chance < 0.06
+    assert least_chance(DraftPolicy(8, StepCostModel(COMPUTES)), 16) > 0.99
+    assert least_chance(DraftPolicy(8, StepCostModel(READS_WEIGHTS)), 1) < 0.06
+
+
+def least_chance(policy: DraftPolicy, batch: int) -> float:
+    """That repays a row more."""
+    prices = policy.terms([100] * batch).prices
+    return prices.rows_s[1] / prices.token_s
 
 
 def test_adaptive_speculation_in_an_engine_changes_no_token(tiny_llama, make_engine):
@@ -138,12 +146,23 @@ def test_under_an_slo_guessing_has_the_time_that_the_step_leaves():
 def test_a_pass_that_does_not_fit_is_not_begun_and_tried_again_later():
     price = PassPrice()
     assert price.tokens_within(1.0, 512) == 32  # nothing is known yet
-    price.observe(1, 0.010)
-    price.observe(100, 0.110)
-    assert price.tokens_within(0.0605, 512) == 50
+    for _ in range(20):
+        price.observe(1, 0.010)
+        price.observe(100, 0.109)
+    assert price.seconds(1) == pytest.approx(0.010, rel=0.02)
+    assert price.seconds(16) == pytest.approx(0.025, rel=0.02)
+    assert price.tokens_within(0.0595, 512) in (50, 51)
     assert price.tokens_within(float("inf"), 512) == 512
     assert price.tokens_within(0.0, 512) == 0
-    assert any(price.fits(0.005) for _ in range(100))
+    assert any(price.fits(1, 0.005) for _ in range(100))
+
+
+def test_a_pass_over_more_rows_is_dearer_before_it_was_seen():
+    price = PassPrice()
+    for _ in range(5):
+        price.observe(1, 0.012)
+    assert price.seconds(1) == pytest.approx(0.012)
+    assert price.seconds(13) == pytest.approx(2 * 0.012 * 13 / 13, rel=0.1)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -1,13 +1,14 @@
 """NgramDrafter against a search through the whole text, and what it learns of its own guesses."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.scheduler_output import DraftTerms, NewRequest, ScheduledRequest
+from llmq.runtime.scheduler_output import DraftPrices, DraftTerms, NewRequest, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
-from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, SHORTEST, NgramDrafter
+from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, PRIORS, SHORTEST, NgramDrafter
 
 
 def request(token_ids: list[int], name: str = "a") -> RunnerRequest:
@@ -21,11 +22,16 @@ def request(token_ids: list[int], name: str = "a") -> RunnerRequest:
     return RunnerRequest(new, 1)
 
 
-def guess(drafter: NgramDrafter, known: RunnerRequest, count: int, least: float = 0.0) -> list[list[int]]:
+def guess(drafter: NgramDrafter, known: RunnerRequest, count: int, least: float | None = None) -> list[list[int]]:
+    """least: the chance that repays a row."""
+    prices = None
+    if least is not None:
+        rows_s = tuple(least * n for n in range(count + 1))
+        prices = DraftPrices(token_s=1.0, rows_s=rows_s, plain_s=1.0, spare_s=100.0)
     item = ScheduledRequest(
         request_id=known.request_id, num_computed_tokens=0, num_scheduled_tokens=1, samples=True, max_draft_tokens=count
     )
-    return drafter.propose([item], [known], DraftTerms(num_tokens=count, least_chance=least))
+    return drafter.propose([item], [known], DraftTerms(num_tokens=count, prices=prices))
 
 
 def searched(token_ids: list[int], count: int) -> list[int]:
@@ -69,9 +75,12 @@ def test_a_guess_that_is_not_worth_it_is_not_made_but_learned_from():
 
 def test_chances_multiply_along_a_draft():
     drafter, known = NgramDrafter(), request([1, 2, 3, 4, 5, 6, 1, 2])
-    lengths = [len(guess(NgramDrafter(), known, 4, least)[0]) for least in (0.0, 0.25, 0.3, 0.301)]
-    assert lengths == [4, 1, 1, 0]  # 0.3, then 0.3 · 0.45 = 0.135
-    assert guess(drafter, known, 4, 0.1) == [[3, 4]]
+    lower = [Acceptance([prior]).lower(0) for prior in PRIORS[:2]]
+    assert lower == [pytest.approx(0.3 - (0.3 * 0.7 / 5) ** 0.5), pytest.approx(0.45 - (0.45 * 0.55 / 5) ** 0.5)]
+    second = lower[0] * lower[1]
+    prices = (None, 0.0, 0.99 * second, 1.01 * second, 0.99 * lower[0], 1.01 * lower[0])
+    assert [len(guess(NgramDrafter(), known, 4, least)[0]) for least in prices] == [4, 4, 2, 1, 1, 0]
+    assert guess(drafter, known, 4, 0.99 * second) == [[3, 4]]
 
 
 def test_what_is_forgotten_leaves_nothing():
@@ -92,3 +101,12 @@ def test_acceptance_follows_what_happens():
         acceptance.count(0, False)
     assert acceptance.share(0) < 0.3
     assert acceptance.share(1) == 0.9
+    assert acceptance.lower(1) == pytest.approx(0.9 - 0.018**0.5)
+    spans = []
+    for _ in range(3):
+        spans.append(acceptance.upper(0) - acceptance.lower(0))
+        share = acceptance.share(0)
+        for _ in range(500):
+            acceptance.fade()
+        assert acceptance.share(0) == pytest.approx(share)
+    assert spans[0] < spans[1] < spans[2]  # what was long ago says less

@@ -1,0 +1,59 @@
+"""Which guesses are worth the time of their rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmq.runtime.scheduler_output import DraftPrices, DraftTerms
+from llmq.runtime.speculative.pass_price import PassPrice
+
+
+def num_worth(chances: Sequence[Sequence[float]], terms: DraftTerms, spent_s: float = 0.0) -> list[int]:
+    """How many guesses of each draft are verified, the first ones, where guessing has taken `spent_s`. chances: that a
+    guess and all before it are right.
+
+    The likeliest first over all drafts, as many as gain most: a row has no price of its own where it is free beside
+    others, or is the first of a kernel's tile.
+    """
+    if terms.prices is None:
+        return [len(draft) for draft in chances]
+    ranked = sorted(
+        (-chance, place, index) for index, draft in enumerate(chances) for place, chance in enumerate(draft)
+    )
+    counts = [0] * len(chances)
+    for _, _, index in ranked[: most_worth([-chance for chance, _, _ in ranked], terms.prices, spent_s)]:
+        counts[index] += 1
+    return counts
+
+
+def most_worth(ranked: Sequence[float], prices: DraftPrices, spent_s: float) -> int:
+    """How many of guesses with these falling chances are to be verified."""
+    rows_s = np.array(prices.rows_s[: len(ranked) + 1])
+    rows_s = rows_s[: int(np.searchsorted(rows_s, prices.spare_s - spent_s, side="right"))]
+    if len(rows_s) < 2:
+        return 0
+    gained_s = prices.token_s * np.concatenate([[0.0], np.cumsum(ranked[: len(rows_s) - 1])]) - rows_s
+    return int(gained_s.argmax())
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of guessing for some requests in a step, as deep as it gains most."""
+
+    gained_s: float  # against not guessing
+    cost_s: float  # if no guess is right
+    given: float  # tokens a request and step
+
+
+def gain_of(count: int, chance: float, price: PassPrice, terms: DraftTerms) -> Gain:
+    """For `count` requests, a pass for each guess, each right with `chance` after those before it."""
+    prices, rows = terms.prices, terms.prices.rows_s[count::count]
+    best, right, given, pass_s = Gain(0.0, 0.0, 1.0), 1.0, 0.0, price.seconds(count)
+    for depth, rows_s in enumerate(rows[: terms.num_tokens], 1):
+        right *= chance
+        given += right
+        cost_s = rows_s + depth * pass_s
+        if (gained_s := prices.token_s * count * given - cost_s) > best.gained_s:
+            best = Gain(gained_s, cost_s, 1.0 + given)
+    return best
