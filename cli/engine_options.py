@@ -121,7 +121,7 @@ def engine_config(
         kernels=kernels,
         head=head,
         activations=activations,
-        max_model_len=None if max_model_len == "auto" else parse_tokens(max_model_len),
+        max_model_len=None if max_model_len == "auto" else _tokens_of("--max-model-len", max_model_len),
         kv_cache_memory_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
         **others,
     )
@@ -225,5 +225,12 @@ def speculation(
         num_tokens=num_tokens or (8 if adaptive else 4),
         adaptive=adaptive,
         draft_layers=draft_layers,
-        pool_tokens=0 if pool is None else parse_tokens(pool),
+        pool_tokens=0 if pool is None else _tokens_of("--speculative-pool", pool),
     )
+
+
+def _tokens_of(name: str, text: str) -> int:
+    try:
+        return parse_tokens(text)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None

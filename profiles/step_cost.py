@@ -112,8 +112,8 @@ class StepCost:
         return np.interp(num_tokens, ROW_KNOTS, self._at_knots_s) + self.token_s * outside
 
     def rows_more_s(self, num_tokens: int, context: float, most: int) -> np.ndarray:
-        """[most + 1]: what 0 to `most` rows more add to a step of `num_tokens`, for sequences of `context` tokens. A row
-        is sampled, and reads K and V that the step reads already."""
+        """[most + 1]: what 0 to `most` rows more add to a step of `num_tokens`, for sequences of `context` tokens. A
+        row is sampled, and reads K and V that the step reads already."""
         rows = np.arange(most + 1)
         own_s = (self.sequence_s + self.pair_s * context) * rows
         return own_s + self.tokens_s(num_tokens + rows) - self.tokens_s(num_tokens)

@@ -322,7 +322,7 @@ class Worker:
     def _make_drafter(self, passes: DraftPasses | None, store: KVStore, sampler: Sampler) -> Drafter | None:
         if self.config.speculation is None:
             return None
-        guesser = Guesser(Sampler(sampler.eos_token_ids), self.architecture.vocab_size)
+        guesser = Guesser(Sampler(sampler.eos_token_ids, choose=self.choose_tokens), self.architecture.vocab_size)
         if self.config.speculation.method == "medusa":
             return MedusaDrafter(self._medusa_heads, guesser)
         if (num_layers := self.config.speculation.draft_layers) is not None:

@@ -130,7 +130,14 @@ def sample(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]
 def probabilities(logits: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
     """Each row's distribution at its own temperature, float32 [num_rows, vocab_size]."""
     temperatures = torch.tensor([request.params.temperature for request in requests], device=logits.device)
-    return torch.softmax(logits / temperatures[:, None], dim=-1, dtype=torch.float32)
+    return torch.softmax(over_temperatures(logits, temperatures), dim=-1, dtype=torch.float32)
+
+
+def over_temperatures(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Logits [num_rows, vocab_size], each row over its own; at one by which the highest would be infinite, over the
+    least by which it is not: all but the likeliest are as impossible there."""
+    least = logits.amax(dim=-1).abs() / 1e38
+    return logits / torch.where(least.isfinite(), torch.maximum(temperatures, least), temperatures)[:, None]
 
 
 def draw(probs: torch.Tensor, request: RunnerRequest) -> int:

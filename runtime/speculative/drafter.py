@@ -33,7 +33,8 @@ class Acceptance:
 
     A share is the mean of a Beta distribution that begins at a prior of PRIOR_GUESSES guesses and remembers the last
     MEMORY or so of them, so that it follows a text that changes. What is paid for goes by `lower`, a standard deviation
-    below the mean: guesses that were compared with what came, and not verified, have cost nothing.
+    below the mean: guesses that were compared with what came, and not verified, have cost nothing. What is tried goes
+    by `upper`, two above it.
     """
 
     PRIOR_GUESSES = 4.0
@@ -53,7 +54,7 @@ class Acceptance:
         return max(0.0, self.share(level) - self._deviation(level))
 
     def upper(self, level: int) -> float:
-        return min(1.0, self.share(level) + self._deviation(level))
+        return min(1.0, self.share(level) + 2.0 * self._deviation(level))
 
     def fade(self) -> None:
         """Nothing was learned for a step: what is not tried would never be found to have become better."""

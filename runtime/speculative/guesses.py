@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmq.runtime.batch import RunnerRequest
-from llmq.runtime.sampling.sampler import Sampler
+from llmq.runtime.sampling.sampler import Sampler, over_temperatures
 from llmq.runtime.scheduler_output import DraftTerms
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.pass_price import PassPrice
@@ -17,6 +17,7 @@ from llmq.runtime.speculative.worth import num_worth
 
 # Guesses are told apart by the probability that they were drawn with: so many classes from 0 to 1.
 LEVELS = 10
+UNSURE = 0.15  # between what a chance is at least and at most
 
 
 @dataclass
@@ -66,9 +67,10 @@ class Guesser:
         return self._first.lower(0)
 
     @property
-    def best_first_chance(self) -> float:
-        """At most so much, by what is known."""
-        return self._first.upper(0)
+    def hoped_chance(self) -> float:
+        """The same, at most; 0 where enough is known of it that a trial would tell nothing new."""
+        upper = self._first.upper(0)
+        return upper if upper - self._first.lower(0) > UNSURE else 0.0
 
     def wait(self) -> None:
         """Nothing was guessed in a step."""
@@ -121,7 +123,7 @@ class Guesser:
         made = self._sampler(logits, [draft.view for draft in drafts])  # changes `logits` by penalties and biases
         temperatures = torch.tensor([draft.view.params.temperature or 1.0 for draft in drafts], device=logits.device)
         chosen = torch.tensor([one.token_ids[0] if one.error is None else 0 for one in made], device=logits.device)
-        scaled = logits / temperatures[:, None]
+        scaled = over_temperatures(logits, temperatures)
         chances = torch.exp(scaled.gather(1, chosen[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)).tolist()
         for draft, one, chance in zip(drafts, made, chances, strict=True):
             if one.error is not None:

@@ -131,7 +131,7 @@ class MedusaDrafter:
 
     def _on_trial(self, drafts: Sequence[Draft], terms: DraftTerms) -> list[Draft]:
         """Of guesses that are not known to pay one is tried, where they may by what is known."""
-        may_pay = gain_of(len(drafts), self._guesser.best_first_chance, self._price, terms).gained_s > 0.0
+        may_pay = gain_of(len(drafts), self._guesser.hoped_chance, self._price, terms).gained_s > 0.0
         pass_s = self._price.seconds(1) if self._price.is_known else terms.prices.plain_s
         if may_pay and pass_s <= terms.prices.spare_s:
             return [drafts[0]]

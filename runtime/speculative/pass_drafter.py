@@ -17,8 +17,7 @@ from llmq.runtime.speculative.worth import gain_of
 
 # What a drafter reads at most in a step beside the model's own, of prompts and of texts that it has not followed.
 CATCH_UP_TOKENS = 512
-# Until a pass was timed so many of its rows count as a step of the model.
-_ROWS_A_PASS = 16
+FIRST_TOKENS = 32  # of the first pass, which tells what one takes
 _USUAL_ANSWER = 128.0  # tokens, until it is known of this server's
 
 
@@ -67,7 +66,9 @@ class PassDrafter(ABC, Generic[Text]):
         began_s, spent_s = self._price.clock(), 0.0
         if followed:
             known = sum(text.num_computed for text in followed)
-            current = self._catch_up(followed, self._price.tokens_within(terms.most_s, CATCH_UP_TOKENS))
+            is_first = terms.prices is not None and not self._price.is_known
+            most = self._price.tokens_within(terms.most_s, FIRST_TOKENS if is_first else CATCH_UP_TOKENS)
+            current = self._catch_up(followed, most)
             spent_s = self._price.clock() - began_s
             self._price.observe(sum(text.num_computed for text in followed) - known, spent_s)
             while current := self._worth_more(current, terms, spent_s):
@@ -97,10 +98,11 @@ class PassDrafter(ABC, Generic[Text]):
             return order[:best]
         guessed = [text for text in order if text.draft.count > 0]
         sizes = {1, len(guessed) // 2, len(guessed)} - {0} if guessed else set()
-        best_chance = guesser.best_first_chance
-        if any(gain_of(count, best_chance, self._price, terms).gained_s > 0.0 for count in sizes):
-            pass_s = self._price.seconds(1) if self._price.is_known else prices.plain_s
-            if pass_s + self._behind_s(guessed[0], prices) <= prices.spare_s:
+        if any(gain_of(count, guesser.hoped_chance, self._price, terms).gained_s > 0.0 for count in sizes):
+            cost_s = self._price.seconds(1) + self._behind_s(guessed[0], prices)
+            if not self._price.is_known:  # a pass of the model itself would be no dearer
+                cost_s = prices.plain_s + FIRST_TOKENS * (prices.rows_s[-1] - prices.rows_s[-2])
+            if cost_s <= prices.spare_s:
                 return guessed[:1]
         else:
             guesser.wait()
@@ -113,7 +115,7 @@ class PassDrafter(ABC, Generic[Text]):
     def _behind_s(self, text: Text, prices: DraftPrices) -> float:
         behind = self._num_behind(text)
         if not self._price.is_known:
-            return prices.plain_s * behind / _ROWS_A_PASS
+            return float("inf")  # it is tried with a few tokens first
         return self._price.seconds(behind) - self._price.seconds(0)
 
     def _num_to_come(self, text: Text) -> float:

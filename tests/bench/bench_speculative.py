@@ -1,10 +1,12 @@
 """Speculation on real prompts: tokens a pass, and speed against the same model without, interleaved.
 
 Prompts are HumanEval's functions (code), GSM8K's questions and MT-Bench's first turns, as chats, answered greedily and
-`batch` at once. In a round off and each method answer the same prompts, one after the other and each round in another
+`batch` at once. In a round off and each method answer each batch of prompts one after the other, each time in another
 order; a method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the
-least and the most. Prompts are in the prefix cache before, and timed is from the first token of the last one on. A pass
-is a request's share of a step in which it decodes. First there is a round of everything, then another one.
+least and the most. Each batch of each round is a pair of its own: shown is the 95 % confidence interval of their mean
+ratio (Student's t of its logarithm), and whether that is "slower", "faster", or, where 1 lies within, "not slower".
+Prompts are in the prefix cache before, and timed is from the first token of the last one on. A pass is a request's
+share of a step in which it decodes. First there is a round of everything, then another one.
 
 Methods: ngram, draft (by --drafter), w3 and w4 (by a copy of the model in so many bits), layers-N (by its first N
 layers), each with --num-tokens guesses; auto and auto-METHOD guess as many as are worth their time.
@@ -21,6 +23,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,7 +31,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import bench_report
@@ -54,6 +57,11 @@ from llmq.runtime.speculative.policy import DraftPolicy
 HERE = Path(__file__).parent
 OFF, LLAMACPP = "off", "llama.cpp"
 ADAPTIVE_TOKENS = 8  # what `--speculative auto` guesses at most
+# Of Student's t distribution with 1, 2, … degrees of freedom: 95 % lie within so many deviations.
+STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 WARM_TOKENS = 4  # so that drafters have read the prompts too
 TEXTS = {
     "code": ("tasks", "humaneval.jsonl"),
@@ -212,15 +220,16 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Piece:
         for output in engine.step():
             written[output.request_id] += output.new_token_ids
             passes += start is not None
-    after = engine.stats()
+    ended, after = time.perf_counter(), engine.stats()
     return {
-        "seconds": 0.0 if start is None else time.perf_counter() - start,
+        "seconds": 0.0 if start is None else ended - start,
         "num_tokens": 0 if start is None else sum(map(len, written.values())) - counted,
         "passes": passes,
         "draft_tokens": after.draft_tokens - before.draft_tokens,
         "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
         "draft_s": after.draft_s - before.draft_s,
         "token_ids": list(written.values()),
+        "speeds": [0.0 if start is None else (sum(map(len, written.values())) - counted) / (ended - start)],
     }
 
 
@@ -263,12 +272,14 @@ class Bench:
 
     def round(self, number: int, workload: str, batch: int) -> Piece:
         """What each method made of a workload's prompts."""
-        groups, made = self.prompts.groups(workload, batch), {}
+        groups = self.prompts.groups(workload, batch)
         for method in self.engines.methods:
             self.engines.warm(method, workload, groups)
-        for method in _rotated(self.engines.methods, number):
-            engine = self.engines.of(method)
-            made[method.name] = together([run(engine, group, self._arguments.tokens) for group in groups])
+        parts: dict[str, list[Piece]] = {method.name: [] for method in self.engines.methods}
+        for place, group in enumerate(groups):
+            for method in _rotated(self.engines.methods, number + place):
+                parts[method.name].append(run(self.engines.of(method), group, self._arguments.tokens))
+        made = {name: together(of_groups) for name, of_groups in parts.items()}
         if self._arguments.llamacpp is not None and batch == 1:
             self._llamacpp = self._llamacpp or LlamaCpp(self._arguments)
             prompts = [prompt for group in groups for prompt in group]
@@ -300,6 +311,7 @@ def summary(rounds: list[Piece], name: str) -> Piece:
         "least": ratios[0],
         "most": ratios[-1],
         "rounds": len(rounds),
+        **interval([b / a for off, on in pairs for a, b in zip(_speeds(off), _speeds(on), strict=True) if a and b]),
         "tokens_per_pass": on["num_tokens"] / on["passes"],
         "draft_tokens": on["draft_tokens"],
         "accepted": on.get("accepted"),  # llama.cpp does not say
@@ -309,8 +321,23 @@ def summary(rounds: list[Piece], name: str) -> Piece:
     }
 
 
+def interval(ratios: list[float]) -> Piece:
+    """The 95 % confidence interval of the mean of paired ratios, and what it says of who is slower."""
+    if len(ratios) < 2:
+        return {"pairs": len(ratios), "low": None, "high": None, "verdict": ""}
+    logs = [math.log(ratio) for ratio in ratios]
+    half = STUDENT[min(len(logs) - 2, len(STUDENT) - 1)] * stdev(logs) / math.sqrt(len(logs))
+    low, high = math.exp(mean(logs) - half), math.exp(mean(logs) + half)
+    verdict = "slower" if high < 1.0 else "faster" if low > 1.0 else "not slower"
+    return {"pairs": len(logs), "low": low, "high": high, "verdict": verdict}
+
+
 def _speed(made: Piece) -> float:
     return made["num_tokens"] / made["seconds"]
+
+
+def _speeds(made: Piece) -> list[float]:
+    return made.get("speeds") or [_speed(made)]
 
 
 def measure(arguments: argparse.Namespace) -> Report:
@@ -351,6 +378,8 @@ def report(arguments: argparse.Namespace, made: dict[tuple[str, int], list[Piece
             [
                 *(workload, method, batch, f"{one['off_tokens_per_s']:.1f}", f"{one['on_tokens_per_s']:.1f}"),
                 *(f"{one['ratio']:.2f}", f"{one['least']:.2f}–{one['most']:.2f}", one["rounds"]),
+                "" if one["low"] is None else f"{one['low']:.2f}–{one['high']:.2f} of {one['pairs']}",
+                one["verdict"],
                 f"{one['tokens_per_pass']:.2f}",
                 bench_report.percent(one["accepted"] / one["draft_tokens"]) if right else "",
                 "" if one["draft_s_share"] is None else bench_report.percent(one["draft_s_share"]),
@@ -362,6 +391,7 @@ def report(arguments: argparse.Namespace, made: dict[tuple[str, int], list[Piece
         + (f", draft: {arguments.drafter}" if arguments.drafter else ""),
         [
             *("prompts", "method", ">batch", ">off tok/s", ">on tok/s", ">ratio", ">least to most", ">rounds"),
+            *(">95 % of pairs", "verdict"),
             *(">tokens a pass", ">right", ">of the time guessing", ">differ"),
         ],
         rows,

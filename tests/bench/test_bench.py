@@ -303,8 +303,21 @@ def test_speculation_is_held_against_the_same_engine_without(tiny_llama, tmp_pat
     assert all(row["ratio"] > 0 and row["tokens_per_pass"] >= 1 and row["rounds"] == 2 for row in found.values())
     assert 0 < found["chat.layers-1.batch-2"]["draft_s_share"] < 1
     assert bench_speculative.main([*options, "--minutes", "0"]) == found  # what was kept
+    alone, together = found["chat.ngram.batch-1"], found["chat.ngram.batch-2"]
+    assert (alone["pairs"], together["pairs"]) == (4, 2)
+    assert alone["low"] < alone["high"]
     # The same model guesses for itself; bfloat16's rounding by torch is not the same for other numbers of rows.
     assert found["code.draft.batch-1"]["accepted"] > 0.5 * found["code.draft.batch-1"]["draft_tokens"] > 0
+
+
+def test_the_interval_of_paired_ratios_is_students():
+    found = bench_speculative.interval([0.8, 1.0, 1.25])
+    # Logarithms -0.2231, 0, 0.2231: deviation 0.2231, 4.303 · 0.2231 / √3 = 0.5543.
+    assert (found["low"], found["high"]) == (pytest.approx(0.5745, abs=2e-4), pytest.approx(1.7407, abs=6e-4))
+    assert found["verdict"] == "not slower"
+    assert bench_speculative.interval([0.9, 0.91, 0.92])["verdict"] == "slower"
+    assert bench_speculative.interval([1.1, 1.11, 1.12])["verdict"] == "faster"
+    assert bench_speculative.interval([1.1])["verdict"] == ""
 
 
 def test_quantized_checkpoints_are_held_against_their_original(tiny_llama, shared, tmp_path, monkeypatch):

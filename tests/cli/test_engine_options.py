@@ -19,7 +19,7 @@ from llmq.profiles.errors import InputError
         (["--kernels", "blas"], "--kernels blas: one of auto, torch, native"),
         (["--head", "int4"], "--head int4: one of auto, 16bit, int8"),
         (["--activations", "fp8"], "--activations fp8: one of auto, exact, int8"),
-        (["--max-model-len", "long"], "'long' is no number of tokens"),
+        (["--max-model-len", "long"], "--max-model-len: 'long' is no number of tokens"),
         (["--kv-cache-memory", "64M"], "'64M' is no size"),
     ],
 )
@@ -58,6 +58,10 @@ def test_a_promise_that_is_none_is_refused_before_the_model_is_looked_for(monkey
         (
             ["--speculative", "draft", "--draft-layers", "4", "--draft-quant", "w4"],
             "--draft-quant and --draft-layers exclude each other",
+        ),
+        (
+            ["--speculative", "ngram", "--speculative-pool", "lots"],
+            "--speculative-pool: 'lots' is no number of tokens",
         ),
         (["--speculative-pool", "64k"], "--speculative-pool 64k: nothing is guessed without --speculative"),
         (

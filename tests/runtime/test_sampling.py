@@ -82,6 +82,14 @@ def test_a_flat_distribution_wider_than_the_candidates_is_drawn_whole():
     assert max(drawn) > 4000
 
 
+@pytest.mark.parametrize(("highest", "temperature"), [(3e38, 0.5), (20.0, 1e-40), (-3e38, 0.5)])
+def test_a_temperature_by_which_a_logit_overflows_takes_the_likeliest(highest, temperature):
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, :20] = -3.1e38
+    logits[0, 7] = highest
+    assert sample(logits, [row(SamplingParams(temperature=temperature, seed=1))]) == [7]
+
+
 def _fields(params: SamplingParams) -> dict:
     return {name: getattr(params, name) for name in params.__struct_fields__}
 
