@@ -8,6 +8,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 
+# Tests in several processes share the cores: before torch is imported, which counts them once.
+if (num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
+
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
