@@ -19,26 +19,24 @@ constexpr float kMasked = -2e30f;
 // In place of a head that is not to be read.
 alignas(64) constexpr uint8_t kNothing[4 * kMostHeadDim] = {};
 
-// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units, for each term of a, `terms` units apart. Now and
-// then does something else.
-template <class Units, class Product, int R, int C, class Else>
+// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units, for each term of a, `terms` units apart.
+template <class Units, class Product, int R, int C>
 LLMQ_INLINE void add_products(const typename Units::Unit* const* a, int64_t terms, const typename Units::Unit* b,
-                              int64_t stride, int units, typename Units::Sum (&sums)[R][C], Else&& something_else) {
-  constexpr int kUnitsOfTile = kKeyTile / Units::kDepth;
+                              int64_t stride, int units, typename Units::Sum (&sums)[R][C]) {
   for (int term = 0; term < Units::kTerms; term++) {
     if (term > 0) {
-      for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) sums[r][c] = Units::next_term(sums[r][c]);
+      unrolled<R>([&](int r) LLMQ_UNROLLED {
+        unrolled<C>([&](int c) LLMQ_UNROLLED { sums[r][c] = Units::next_term(sums[r][c]); });
+      });
     }
-    for (int first = 0; first < units; first += kUnitsOfTile) {
-      something_else();
-      for (int u = first; u < least(first + kUnitsOfTile, units); u++) {
-        typename Units::Vector row[C];
-        for (int c = 0; c < C; c++) row[c] = Units::load(b + u * stride + c * W);
-        for (int r = 0; r < R; r++) {
-          const typename Units::Vector one = Units::all(a[r] + term * terms + u);
-          for (int c = 0; c < C; c++) sums[r][c] = Product::add(sums[r][c], one, row[c]);
-        }
-      }
+    const typename Units::Unit* next = b;
+    for (int u = 0; u < units; u++, next += stride) {
+      typename Units::Vector row[C];
+      unrolled<C>([&](int c) LLMQ_UNROLLED { row[c] = Units::load(next + c * W); });
+      unrolled<R>([&](int r) LLMQ_UNROLLED {
+        const typename Units::Vector one = Units::all(a[r] + term * terms + u);
+        unrolled<C>([&](int c) LLMQ_UNROLLED { sums[r][c] = Product::add(sums[r][c], one, row[c]); });
+      });
     }
   }
 }
@@ -184,7 +182,7 @@ class Task {
         add_rows(head * rows + row, least(kRowBlock, rows - row), is_direct);
       }
       ahead_.order_rest(head);
-      here_->to_next_head(call_);
+      if (head + 1 < job_.num_heads) here_->to_next_head(call_);
     }
     here_->start = -1;
   }
@@ -222,6 +220,15 @@ class Task {
   LLMQ_INLINE static void order_lines(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     for (const char* end = line + bytes; line < end; line += 64) asm volatile("prefetcht1 %0" : : "m"(*line));
+  }
+
+  // An order is dropped where too many are on their way. It is made again, shortly before, for the first-level cache, which
+  // drops none.
+  LLMQ_INLINE static void order_near(const uint8_t* const* heads, int count, int64_t bytes) {
+    for (int i = 0; i < count; i++) {
+      const char* line = reinterpret_cast<const char*>(heads[i]);
+      for (const char* end = line + bytes; line < end; line += 64) asm volatile("prefetcht0 %0" : : "m"(*line));
+    }
   }
 
   // Blocks lie anywhere, where no prefetcher of a CPU finds them: while a span is computed, the lines of the next one are
@@ -328,9 +335,10 @@ class Task {
 
   // [unit, key]
   template <KVFormat kFormat>
-  void transpose_keys(Format<kFormat>, int tile, Unit* to) {
+  void transpose_keys(Format<kFormat>, int tile, Unit* to, const uint8_t* const* near = nullptr) {
     for (int key = 0; key < kKeyTile; key += W) {
-      ahead_.order(W / 4);
+      ahead_.order(near == nullptr ? W / 4 : W / 2);
+      if (near != nullptr) order_near(near + key, W, call_.keys.head_bytes());
       for (int first = 0; first < units_; first += W) {
         const int count = least(W, units_ - first);
         F32 rows[W];
@@ -422,12 +430,12 @@ class Task {
   LLMQ_INLINE void score_tile(const Unit* const* a, int row, const Unit* keys, int tile, float (&scores)[R][kKeySpan]) {
     for (int column = 0; column < kKeyTile; column += kColumns * W) {
       Sum sums[R][kColumns] = {};
-      add_products<Units, typename Units::Scores, R, kColumns>(a, stride_q_, keys + column, kKeyTile, units_, sums, [] {});
-      for (int r = 0; r < R; r++) {
-        for (int c = 0; c < kColumns; c++) {
+      add_products<Units, typename Units::Scores, R, kColumns>(a, stride_q_, keys + column, kKeyTile, units_, sums);
+      unrolled<R>([&](int r) LLMQ_UNROLLED {
+        unrolled<kColumns>([&](int c) LLMQ_UNROLLED {
           store_score(sums[r][c], row + r, tile * kKeyTile + column + c * W, scores[r]);
-        }
-      }
+        });
+      });
     }
   }
   LLMQ_INLINE void store_score(Sum sum, int row, int key, float* scores) const {
@@ -447,22 +455,22 @@ class Task {
             rows[i] = Units::template load_keys<kFormat>(here_->keys[key + i], dim_k_, first, units_ - first);
           }
           transpose(rows);
-#pragma GCC unroll 16
-          for (int u = 0; u < W; u++) {
-            for (int r = 0; r < R; r++) {
-              for (int term = 0; term < Units::kTerms; term++) {
+          unrolled<W>([&](int u) LLMQ_UNROLLED {
+            unrolled<R>([&](int r) LLMQ_UNROLLED {
+              unrolled<Units::kTerms>([&](int term) LLMQ_UNROLLED {
                 sums[r][term] = Units::Scores::add(sums[r][term], a[r] + term * stride_q_ + first + u,
                                                    Units::vector(rows[u]));
-              }
-            }
-          }
+              });
+            });
+          });
         }
-        for (int r = 0; r < R; r++) store_score(Units::total(sums[r]), row + r, key, scores[r]);
+        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(Units::total(sums[r]), row + r, key, scores[r]); });
       }
     } else {
       for (int tile = first_tile; tile < end_tile; tile++) {
-        ahead_.order(kKeyTile / 4);
-        transpose_keys(format, tile, keys_);
+        const uint8_t* const* near =
+            tile + 1 < end_tile ? here_->keys + (tile + 1) * kKeyTile : here_->values + first_tile * kKeyTile;
+        transpose_keys(format, tile, keys_, near);
         score_tile(a, row, keys_, tile, scores);
       }
     }
@@ -476,16 +484,20 @@ class Task {
     }
     const int last_seen = position(row) - here_->start;
     const int first_seen = batch_.first_key(position(row)) - here_->start;
-    for (int key = first; key < end; key += W) {
-      if (key >= first_seen && key + W - 1 <= last_seen) continue;
-      const F32 index = F32::load(kIndex) + F32::all(static_cast<float>(key)), masked = F32::all(kMasked);
-      F32 score = F32::load(scores + key);
-      score = where_below(index, F32::all(static_cast<float>(first_seen)), masked, score);
-      score = where_below(F32::all(static_cast<float>(last_seen)), index, masked, score);
-      score.store(scores + key);
-    }
     F32 top = F32::all(kNoMaximum);
-    for (int key = first; key < end; key += W) top = larger(F32::load(scores + key), top);
+    if (first_seen > first || last_seen < end - 1) {
+      const F32 masked = F32::all(kMasked), lowest = F32::all(static_cast<float>(first_seen));
+      const F32 highest = F32::all(static_cast<float>(last_seen));
+      for (int key = first; key < end; key += W) {
+        const F32 index = F32::load(kIndex) + F32::all(static_cast<float>(key));
+        F32 score = where_below(index, lowest, masked, F32::load(scores + key));
+        score = where_below(highest, index, masked, score);
+        score.store(scores + key);
+        top = larger(score, top);
+      }
+    } else {
+      for (int key = first; key < end; key += W) top = larger(F32::load(scores + key), top);
+    }
     const float maximum = top.largest();
     const F32 shift = F32::all(maximum);
     F32 total = F32::zero();
@@ -500,13 +512,15 @@ class Task {
 
   template <int R, int C>
   void mix(const Unit* const* a, const Unit* values, int units, int row, int column, const float* factor) {
+    ahead_.order(units * Units::kDepth / 4);
     Sum sums[R][C] = {};
-    add_products<Units, typename Units::Mixture, R, C>(a, kKeySpan / Units::kDepth, values, stride_v_, units, sums,
-                                                       [this] { ahead_.order(kKeyTile / 4); });
-    for (int r = 0; r < R; r++) {
-      float* mixed = span_.mixed + (row + r) * stride_v_ + column;
-      for (int c = 0; c < C; c++) Units::mixed(sums[r][c], factor[r]).store(mixed + c * W);
-    }
+    add_products<Units, typename Units::Mixture, R, C>(a, kKeySpan / Units::kDepth, values, stride_v_, units, sums);
+    float* mixed = span_.mixed + row * stride_v_ + column;
+    unrolled<R>([&](int r) LLMQ_UNROLLED {
+      unrolled<C>([&](int c) LLMQ_UNROLLED {
+        Units::mixed(sums[r][c], factor[r]).store(mixed + r * stride_v_ + c * W);
+      });
+    });
   }
 
   // Columns whose sums stay in registers.
@@ -529,27 +543,33 @@ class Task {
                                const float* factor) {
     constexpr int kUnits = kKeySpan / Units::kDepth;
     const int share = 8 * C * W / static_cast<int>(stride_v_);
+    const int64_t value_bytes = call_.values.head_bytes();
     Sum sums[R][C][Units::kTerms] = {};
     const uint8_t* const* heads = here_->values + first;
     const Unit* weight = weights + first / Units::kDepth;
     for (const uint8_t* const* last = here_->values + end; heads < last;) {
       ahead_.order(share);
+      if (!Units::kSumsExactly && column == 0 && heads + kKeyTile < last) order_near(heads + kKeyTile, 16, value_bytes);
 #pragma GCC unroll 1
       for (int i = 0; i < 16; i += Units::kDepth, heads += Units::kDepth, weight++) {
         typename Units::Vector values[C];
         Units::template join_values<kFormat>(heads, dim_v_, column, values);
-        for (int r = 0; r < R; r++) {
-          for (int term = 0; term < Units::kTerms; term++) {
+        unrolled<R>([&](int r) LLMQ_UNROLLED {
+          unrolled<Units::kTerms>([&](int term) LLMQ_UNROLLED {
             const typename Units::Vector one = Units::all(weight + (r * Units::kTerms + term) * kUnits);
-            for (int c = 0; c < C; c++) sums[r][c][term] = Units::Mixture::add(sums[r][c][term], one, values[c]);
-          }
-        }
+            unrolled<C>([&](int c) LLMQ_UNROLLED {
+              sums[r][c][term] = Units::Mixture::add(sums[r][c][term], one, values[c]);
+            });
+          });
+        });
       }
     }
-    for (int r = 0; r < R; r++) {
-      float* mixed = span_.mixed + (row + r) * stride_v_ + column;
-      for (int c = 0; c < C; c++) Units::mixed(Units::total(sums[r][c]), factor[r]).store(mixed + c * W);
-    }
+    float* mixed = span_.mixed + row * stride_v_ + column;
+    unrolled<R>([&](int r) LLMQ_UNROLLED {
+      unrolled<C>([&](int c) LLMQ_UNROLLED {
+        Units::mixed(Units::total(sums[r][c]), factor[r]).store(mixed + r * stride_v_ + c * W);
+      });
+    });
   }
 
   void merge(const Partial& partial) {

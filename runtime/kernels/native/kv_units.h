@@ -56,6 +56,7 @@ class StridedLoad {
   explicit StridedLoad(int stride) : stride_(stride) {
 #if defined(__AVX512F__)
     at_once_ = least(16, 64 / stride);
+    mask_ = words_of(at_once_);
     const __m512i lanes = _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 0,
                                                                 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     index_ = _mm512_mullo_epi16(lanes, _mm512_set1_epi16(static_cast<short>(stride)));
@@ -63,12 +64,10 @@ class StridedLoad {
   }
   LLMQ_INLINE void operator()(const bf16* from, int count, float* to) const {
 #if defined(__AVX512F__)
-    for (; at_once_ > 1 && count > 0; from += at_once_ * stride_, to += at_once_, count -= at_once_) {
-      const int n = least(count, at_once_);
-      const uint64_t words = ~uint64_t{0} >> (63 - (n - 1) * stride_);
-      const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words), from);
-      const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words >> 32), from + 32);
-      F32::widened(_mm512_castsi512_si256(_mm512_permutex2var_epi16(low, index_, high))).store(to, n);
+    if (at_once_ > 1) {
+      for (; count >= at_once_; from += at_once_ * stride_, to += at_once_, count -= at_once_) load(from, mask_, at_once_, to);
+      if (count > 0) load(from, words_of(count), count, to);
+      return;
     }
 #endif
     for (int i = 0; i < count; i++) to[i] = to_float(from[i * stride_]);
@@ -77,7 +76,15 @@ class StridedLoad {
  private:
   int stride_;
 #if defined(__AVX512F__)
+  uint64_t words_of(int count) const { return ~uint64_t{0} >> (63 - (count - 1) * stride_); }
+  LLMQ_INLINE void load(const bf16* from, uint64_t words, int count, float* to) const {
+    const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words), from);
+    const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(words >> 32), from + 32);
+    F32::widened(_mm512_castsi512_si256(_mm512_permutex2var_epi16(low, index_, high))).store(to, count);
+  }
+
   int at_once_;
+  uint64_t mask_;
   __m512i index_;
 #endif
 };
