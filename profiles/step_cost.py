@@ -13,13 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
 from llmq.profiles.roofline import DecoderWork, Machine
 
 WINDOW = 256  # steps that the terms are fitted to
-REFIT_STEPS = 16
+# A fit takes a millisecond: often while little is known, seldom beside steps of a few milliseconds.
+REFIT_STEPS, LATER_REFIT_STEPS = 16, 64
 # The machine's speed as a whole changes faster than its terms against each other: it is read off this many steps.
 SPEED_STEPS = 24
 SPEED_RANGE = (0.25, 4.0)
@@ -186,7 +188,7 @@ class StepCostModel:
     def __init__(self, first: StepCost) -> None:
         self._first = self._terms = first
         self._speed = 1.0
-        self._cost = first
+        self._cost: StepCost | None = first  # as the machine is at the moment; None: not asked for yet
         self._steps: deque[tuple[StepShape, float]] = deque(maxlen=WINDOW)
         self._recent: deque[float] = deque(maxlen=SPEED_STEPS)
         self._run: list[tuple[float, float]] = []
@@ -196,24 +198,28 @@ class StepCostModel:
     @property
     def cost(self) -> StepCost:
         """As the machine is at the moment."""
+        if self._cost is None:
+            self._cost = self._terms.scaled(self._speed)
         return self._cost
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of `shape` took `seconds`."""
         if not seconds > 0:
             return
-        self._run.append((seconds, self._cost.step_s(shape)))
+        expected_s = self._terms.step_s(shape)
+        self._run.append((seconds, self._speed * expected_s))
         if len(self._run) == RUN_STEPS:
-            measured, predicted = np.sum(self._run, axis=0)
-            self._runs.append(float(measured / predicted) if predicted > 0 else MOST_SPREAD)
+            measured, predicted = map(sum, zip(*self._run, strict=True))
+            self._runs.append(measured / predicted if predicted > 0 else MOST_SPREAD)
             self._run = []
         self._steps.append((shape, seconds))
         self._num_steps += 1
-        if self._num_steps % REFIT_STEPS == 0:
-            self._refit()
-        self._recent.append(_ratio(seconds, self._terms.step_s(shape)))
-        self._speed = float(np.clip(np.median(self._recent), *SPEED_RANGE))
-        self._cost = self._terms.scaled(self._speed)
+        if self._num_steps % (REFIT_STEPS if self._num_steps < WINDOW else LATER_REFIT_STEPS) == 0:
+            self._refit()  # reads this step too
+        else:
+            self._recent.append(_ratio(seconds, expected_s))
+        self._speed = min(max(median(self._recent), SPEED_RANGE[0]), SPEED_RANGE[1])
+        self._cost = None
 
     def spread(self, percentile: float) -> float:
         """What a few steps in a row take over what was predicted of them before: at most this in `percentile` of 100
