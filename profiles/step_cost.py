@@ -9,6 +9,7 @@ So up to 64 tokens each stretch between two of ROW_KNOTS has a price of its own.
 
 import itertools
 import operator
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ ROW_PRIOR_STEPS = 16.0  # as PRIOR_STEPS, of each of their prices
 ROW_SMOOTH_STEPS = 0.001  # weight of neighbouring prices being equal, in steps: what the steps do not tell apart
 _HUBER = 1.345  # of the residuals' scale: 95 % as efficient as least squares where they are normal
 _FIT_ROUNDS = 4
+_MOST_TOKENS = 2**31 - 1
 NUM_TERMS = 5  # of a StepCost, without the prices of stretches
 
 
@@ -121,9 +123,12 @@ class StepCost:
         return own_s + self.tokens_s(num_tokens + rows) - self.tokens_s(num_tokens)
 
     def step_s(self, shape: StepShape) -> float:
+        return self.fixed_s + self.more_s(shape)
+
+    def more_s(self, shape: StepShape, beside: int = 0) -> float:
+        """What `shape` adds to a step of so many other tokens."""
         return (
-            self.fixed_s
-            + float(self.tokens_s(shape.num_tokens))
+            float(self.tokens_s(beside + shape.num_tokens) - self.tokens_s(beside))
             + self.sequence_s * shape.num_sequences
             + self.context_token_s * shape.context_tokens
             + self.pair_s * shape.attention_pairs
@@ -132,22 +137,30 @@ class StepCost:
     def scaled(self, factor: float) -> "StepCost":
         return StepCost.of_terms([factor * term for term in self.terms])
 
-    def tokens_within(self, seconds: float, num_computed: int) -> int:
-        """Most tokens of a sequence that has `num_computed` which a step computes in `seconds` beyond its others; a
-        mixed step's decode tokens are not in it, and with them a chunk's are none of the first: `token_s` each.
-
-        n tokens take a·n² + b·n + c: pairs grow with the square of a chunk.
-        """
-        left_s = seconds - self.sequence_s - self.context_token_s * num_computed
-        if left_s <= 0:
+    def tokens_within(self, seconds: float, num_computed: int, beside: int = 0) -> int:
+        """Most tokens of a sequence that has `num_computed` which a step of `beside` other tokens computes in `seconds`
+        beyond what those take."""
+        if seconds - self.sequence_s - self.context_token_s * num_computed <= 0:
             return 0
+        if not self.row_s:
+            return self._tokens_on_a_line(self.token_s, seconds, num_computed)
+        most = self._tokens_on_a_line(min(self.token_s, *self.row_s), seconds, num_computed)
+        if most == _MOST_TOKENS:
+            return most
+        # The root may be off by a rounding.
+        numbers = range(1, most + 2)
+        return bisect_right(numbers, seconds, key=lambda n: self.more_s(StepShape.chunk(n, num_computed), beside))
+
+    def _tokens_on_a_line(self, token_s: float, seconds: float, num_computed: int) -> int:
+        """n tokens take a·n² + b·n + c: pairs grow with the square of a chunk."""
+        left_s = seconds - self.sequence_s - self.context_token_s * num_computed
         square = self.pair_s / 2
-        linear = self.token_s + self.context_token_s + self.pair_s * (num_computed + 0.5)
+        linear = token_s + self.context_token_s + self.pair_s * (num_computed + 0.5)
         if left_s == float("inf") or (linear <= 0 and square <= 0):
-            return np.iinfo(np.int32).max
+            return _MOST_TOKENS
         # The root in the form that does not cancel where pairs cost next to nothing.
         tokens = 2 * left_s / (linear + (linear * linear + 4 * square * left_s) ** 0.5)
-        return int(min(tokens, np.iinfo(np.int32).max))
+        return int(min(tokens, _MOST_TOKENS))
 
     @classmethod
     def from_roofline(cls, work: DecoderWork, machine: Machine) -> "StepCost":
@@ -167,14 +180,15 @@ class StepCost:
         )
 
     @classmethod
-    def fitted(cls, shapes: Sequence[StepShape], times_s: Sequence[float]) -> "StepCost":
+    def fitted(cls, shapes: Sequence[StepShape], times_s: Sequence[float], *, is_line: bool = False) -> "StepCost":
         """To steps that were measured: the least relative errors, outliers weighted down (Huber), no term below 0.
+        is_line: one price for every token.
 
         Raises ValueError without a step. Terms that the steps do not tell apart are spread over them.
         """
         if not len(times_s):
             raise ValueError("no measured step")
-        return cls.of_terms(_fit(_matrix(shapes), np.asarray(times_s, dtype=float)).tolist())
+        return cls.of_terms(_fit(_matrix(shapes, is_line), np.asarray(times_s, dtype=float)).tolist())
 
 
 class StepCostModel:
@@ -185,8 +199,10 @@ class StepCostModel:
     recursive least squares with forgetting would let it wander.
     """
 
-    def __init__(self, first: StepCost) -> None:
+    def __init__(self, first: StepCost, *, is_line: bool = False) -> None:
+        """is_line: one price for every token, as `first` has. Where steps are noisy fewer prices are surer ones."""
         self._first = self._terms = first
+        self._is_line = is_line
         self._speed = 1.0
         self._cost: StepCost | None = first  # as the machine is at the moment; None: not asked for yet
         self._steps: deque[tuple[StepShape, float]] = deque(maxlen=WINDOW)
@@ -230,8 +246,8 @@ class StepCostModel:
 
     def _refit(self) -> None:
         shapes, times_s = zip(*self._steps, strict=True)
-        matrix, measured = _matrix(shapes), np.array(times_s)
-        first = np.array(self._first.terms)
+        matrix, measured = _matrix(shapes, self._is_line), np.array(times_s)
+        first = np.array(self._first.terms)[: matrix.shape[1]]
         predicted = matrix @ first
         speed = float(np.median(measured[predicted > 0] / predicted[predicted > 0])) if (predicted > 0).any() else 1.0
         self._terms = StepCost.of_terms(_fit(matrix, measured, speed * first).tolist())
@@ -245,9 +261,11 @@ def _ratio(measured_s: float, predicted_s: float) -> float:
     return measured_s / predicted_s if predicted_s > 0 else SPEED_RANGE[1]
 
 
-def _matrix(shapes: Sequence[StepShape]) -> np.ndarray:
+def _matrix(shapes: Sequence[StepShape], is_line: bool) -> np.ndarray:
     """[steps, terms]: those of the line, then tokens in each stretch of ROW_KNOTS."""
     line = np.array([(1, *shape.counts) for shape in shapes], dtype=float)
+    if is_line:
+        return line
     knots, tokens = np.array(ROW_KNOTS, dtype=float), line[:, 1:2]
     inside = np.clip(tokens - knots[:-1], 0, np.diff(knots))
     line[:, 1:2] -= inside.sum(axis=1, keepdims=True)

@@ -252,7 +252,9 @@ def _build(config: EngineConfig) -> Engine:
     pacer = slo_policy = draft_policy = pace = None
     if config.slo is not None or adapts:
         trial = run_trial(executor, plan, vocab_size, policy)
-        step_costs = StepCostModel(trial.cost)
+        # A promise rests on whole steps, a guess on what single rows take.
+        keeps = config.slo is not None
+        step_costs = StepCostModel(trial.line, is_line=True) if keeps else StepCostModel(trial.cost)
         if config.slo is not None:
             slo_policy = slo_policy_of(config.slo, policy, trial, step_costs)
             pace = pace_of(slo_policy, trial, plan.max_model_len)

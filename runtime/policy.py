@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from llmq.profiles.slo import Slo
-from llmq.profiles.step_cost import StepCost, StepCostModel, StepShape
+from llmq.profiles.step_cost import ROW_KNOTS, StepCost, StepCostModel, StepShape
 from llmq.runtime.request import Request
 from llmq.runtime.scheduler_output import DraftTerms, SchedulerOutput
 
@@ -69,7 +69,7 @@ class SloPolicy:
         budget = self.most.max_num_batched_tokens
         if decoding:
             left_s = self.step_limit_s - self.model.cost.step_s(_decodes(decoding))
-            chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, prompts + waiting))
+            chunk = max(LEAST_CHUNK, _chunks_within(self.model.cost, left_s, prompts + waiting, len(decoding)))
             budget = min(budget, len(decoding) + chunk)
         return msgspec.structs.replace(
             self.most,
@@ -141,23 +141,25 @@ def _decodes(contexts: Sequence[int]) -> StepShape:
     return StepShape(len(contexts), len(contexts), sum(contexts), sum(contexts))
 
 
-def _chunks_within(cost: StepCost, seconds: float, requests: Sequence[Request]) -> int:
-    """Prompt tokens that a step computes in `seconds`, the first request's first. What a prefix hit would save those
-    that wait is not known here. A chunk that ends on a block border leaves its last tokens to one prompt more."""
+def _chunks_within(cost: StepCost, seconds: float, requests: Sequence[Request], beside: int) -> int:
+    """Prompt tokens that a step of `beside` decodes computes in `seconds` more, the first request's first. What a
+    prefix hit would save those that wait is not known here. A chunk that ends on a block border leaves its last tokens
+    to one prompt more."""
     total = 0
     seconds -= cost.sequence_s if len(requests) > 1 else 0.0
     for request in requests:
         computed, wanted = request.num_computed_tokens, _num_left(request)
-        tokens = min(cost.tokens_within(seconds, computed), wanted)
+        tokens = min(cost.tokens_within(seconds, computed, beside + total), wanted)
+        seconds -= cost.more_s(StepShape.chunk(tokens, computed), beside + total)
         total += tokens
         if tokens < wanted:
             break
-        seconds -= cost.step_s(StepShape.chunk(tokens, computed)) - cost.fixed_s
     return total
 
 
 def _reserve_s(cost: StepCost) -> float:
-    return cost.step_s(StepShape.chunk(LEAST_CHUNK)) - cost.fixed_s
+    """What the smallest chunk adds at most."""
+    return max(cost.more_s(StepShape.chunk(LEAST_CHUNK), beside) for beside in (0, *ROW_KNOTS))
 
 
 def _num_left(request: Request) -> int:

@@ -153,7 +153,7 @@ class _Line:
         chunk = max(1, most - busy)
         if busy:
             left_s = self._policy.step_limit_s - cost.step_s(decodes)
-            chunk = max(1, min(chunk, max(LEAST_CHUNK, cost.tokens_within(left_s, self._context // 2))))
+            chunk = max(1, min(chunk, max(LEAST_CHUNK, cost.tokens_within(left_s, self._context // 2, busy))))
             # An eighth at most is given up to end on a block border: where no other prompt has a slot, to nobody.
             chunk -= chunk // 8
         return chunk, cost.step_s(decodes + StepShape.chunk(chunk, self._context // 2))

@@ -42,6 +42,10 @@ class Trial:
     def cost(self) -> StepCost:
         return StepCost.fitted(self.shapes, self.times_s)
 
+    @property
+    def line(self) -> StepCost:
+        return StepCost.fitted(self.shapes, self.times_s, is_line=True)
+
 
 def run_trial(
     executor: Executor,
@@ -126,7 +130,7 @@ def slo_policy_of(slo: Slo, most: StepPolicy, trial: Trial, model: StepCostModel
     """The policy that keeps `slo`, by `model` or one that begins with the trial. Raises InputError where a sequence
     alone cannot keep it."""
     check_promise(slo, trial.floor_s)
-    return SloPolicy(slo, most, model or StepCostModel(trial.cost))
+    return SloPolicy(slo, most, model or StepCostModel(trial.line, is_line=True))
 
 
 def _ms(seconds: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from llmq.profiles.step_cost import NOTHING, UNKNOWN_SPREAD, StepCost, StepCostModel, StepShape
+from llmq.profiles.step_cost import NOTHING, ROW_KNOTS, UNKNOWN_SPREAD, StepCost, StepCostModel, StepShape
 
 TRUE = StepCost(fixed_s=0.020, token_s=0.0008, sequence_s=0.002, context_token_s=3e-6, pair_s=4e-8)
 
@@ -67,12 +67,16 @@ def test_no_term_is_below_zero():
         StepCost.fitted([], [])
 
 
+STAIRS = replace(TRUE, row_s=tuple(TRUE.token_s * (index % 3) for index in range(len(ROW_KNOTS) - 1)))
+
+
+@pytest.mark.parametrize("beside", [0, 3, 40, 100])
 @pytest.mark.parametrize("num_computed", [0, 1, 500, 4000])
-@pytest.mark.parametrize("cost", [TRUE, replace(TRUE, pair_s=0.0), replace(TRUE, token_s=0.0)])
-def test_tokens_within_a_time_are_the_most_that_fit(cost, num_computed):
+@pytest.mark.parametrize("cost", [TRUE, STAIRS, replace(TRUE, pair_s=0.0), replace(TRUE, token_s=0.0)])
+def test_tokens_within_a_time_are_the_most_that_fit(cost, num_computed, beside):
     for seconds in (0.0, 0.001, 0.015, 0.1, 1.0):
-        tokens = cost.tokens_within(seconds, num_computed)
-        beyond_s = [cost.step_s(StepShape.chunk(n, num_computed)) - cost.fixed_s for n in (tokens, tokens + 1)]
+        tokens = cost.tokens_within(seconds, num_computed, beside)
+        beyond_s = [cost.more_s(StepShape.chunk(n, num_computed), beside) for n in (tokens, tokens + 1)]
         assert beyond_s[1] > seconds
         assert tokens == 0 or beyond_s[0] <= seconds
 
