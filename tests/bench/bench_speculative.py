@@ -5,8 +5,10 @@ Prompts are HumanEval's functions (code), GSM8K's questions and MT-Bench's first
 order; a method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the
 least and the most. Each batch of each round is a pair of its own: shown is the 95 % confidence interval of their mean
 ratio (Student's t of its logarithm), and whether that is "slower", "faster", or, where 1 lies within, "not slower".
-Prompts are in the prefix cache before, and timed is from the first token of the last one on. A pass is a request's
-share of a step in which it decodes. First there is a round of everything, then another one.
+Prompts are in the prefix cache before, and timed is from the first token of the last one on. A batch lasts as long as
+its slowest answer, which guesses that are right for the others do not shorten: with --waves N a pair is N batches of
+prompts, each taking the place of one that is answered, as in a server, and timed as long as all places are taken. A
+pass is a request's share of a step in which it decodes. First there is a round of everything, then another one.
 
 Methods: ngram, draft (by --drafter), w3 and w4 (by a copy of the model in so many bits), layers-N (by its first N
 layers), each with --num-tokens guesses; auto and auto-METHOD guess as many as are worth their time.
@@ -28,6 +30,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +50,7 @@ from llmq.runtime.config import EngineConfig, Speculation
 from llmq.runtime.engine import Engine
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.pacer import Pacer
-from llmq.runtime.request import EngineRequest
+from llmq.runtime.request import EngineRequest, EngineStats
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftTerms
 from llmq.runtime.speculative.drafter import Drafter
@@ -84,9 +87,10 @@ class Prompts:
         self._arguments, self._tokenizer = arguments, Tokenizer.from_folder(folder)
 
     def groups(self, workload: str, batch: int) -> list[list[list[int]]]:
-        """Token ids of prompts, `batch` in a group."""
-        chosen = [self._prompt(text) for text in itertools.islice(texts(workload), max(self._arguments.prompts, batch))]
-        return [chosen[start : start + batch] for start in range(0, len(chosen) - batch + 1, batch)]
+        """Token ids of prompts, `batch` in a group and wave."""
+        size = batch * self._arguments.waves
+        chosen = [self._prompt(text) for text in itertools.islice(texts(workload), max(self._arguments.prompts, size))]
+        return [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
 
     def _prompt(self, text: str) -> list[int]:
         return self._tokenizer.encode_chat([{"role": "user", "content": text}])[: self._arguments.prompt_tokens]
@@ -207,29 +211,46 @@ class Engines:
 _numbers = itertools.count()
 
 
-def run(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Piece:
-    """Answers to all prompts at once."""
+def run(engine: Engine, prompts: list[list[int]], num_tokens: int, at_once: int | None = None) -> Piece:
+    """Answers to all prompts, `at_once` of them (None: all) at any time. Timed is from the first token of the last of
+    these on: to the end, or where others take their places as long as none is empty."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     written: dict[str, list[int]] = {str(next(_numbers)): [] for _ in prompts}
-    for name, prompt in zip(written, prompts, strict=True):
-        engine.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params))
-    before, start, counted, passes = engine.stats(), None, 0, 0
+    waiting = deque(
+        EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+        for name, prompt in zip(written, prompts, strict=True)
+    )
+    first = list(written)[:at_once]
+    for _ in first:
+        engine.add_request(waiting.popleft())
+    is_refilled, began, ended, passes = bool(waiting), None, None, 0
+
+    def now() -> tuple[float, int, EngineStats]:
+        return time.perf_counter(), sum(map(len, written.values())), engine.stats()
+
     while engine.has_unfinished_requests:
-        if start is None and all(written.values()):
-            start, counted = time.perf_counter(), sum(map(len, written.values()))
+        if began is None and all(written[name] for name in first):
+            began = now()
         for output in engine.step():
             written[output.request_id] += output.new_token_ids
-            passes += start is not None
-    ended, after = time.perf_counter(), engine.stats()
+            passes += began is not None and ended is None
+            if output.finish_reason is None:
+                continue
+            if waiting:
+                engine.add_request(waiting.popleft())
+            elif is_refilled:
+                ended = ended or now()
+    ended = ended or now()
+    (start_s, counted, before), (end_s, made, after) = began or ended, ended
     return {
-        "seconds": 0.0 if start is None else ended - start,
-        "num_tokens": 0 if start is None else sum(map(len, written.values())) - counted,
+        "seconds": end_s - start_s,
+        "num_tokens": made - counted,
         "passes": passes,
         "draft_tokens": after.draft_tokens - before.draft_tokens,
         "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
         "draft_s": after.draft_s - before.draft_s,
         "token_ids": list(written.values()),
-        "speeds": [0.0 if start is None else (sum(map(len, written.values())) - counted) / (ended - start)],
+        "speeds": [(made - counted) / (end_s - start_s) if end_s > start_s else 0.0],
     }
 
 
@@ -278,7 +299,8 @@ class Bench:
         parts: dict[str, list[Piece]] = {method.name: [] for method in self.engines.methods}
         for place, group in enumerate(groups):
             for method in _rotated(self.engines.methods, number + place):
-                parts[method.name].append(run(self.engines.of(method), group, self._arguments.tokens))
+                engine = self.engines.of(method)
+                parts[method.name].append(run(engine, group, self._arguments.tokens, at_once=batch))
         made = {name: together(of_groups) for name, of_groups in parts.items()}
         if self._arguments.llamacpp is not None and batch == 1:
             self._llamacpp = self._llamacpp or LlamaCpp(self._arguments)
@@ -341,7 +363,7 @@ def _speeds(made: Piece) -> list[float]:
 
 
 def measure(arguments: argparse.Namespace) -> Report:
-    told = ("model", "drafter", "methods", "threads", "tokens", "prompts", "num_tokens", "llamacpp", "gguf")
+    told = ("model", "drafter", "methods", "threads", "tokens", "prompts", "waves", "num_tokens", "llamacpp", "gguf")
     kept = KeptPieces(arguments.work, {name: _plain(getattr(arguments, name)) for name in told})
     began_s, bench = time.monotonic(), Bench(arguments)
     made: dict[tuple[str, int], list[Piece]] = {}
@@ -418,6 +440,7 @@ def main(argv: bench_report.Arguments = None) -> dict:
     options.add_argument("--workloads", type=bench_report.names, default=list(TEXTS))
     options.add_argument("--batch", type=bench_report.whole_numbers, default=[1, 4, 16])
     options.add_argument("--prompts", type=int, default=8, help="of each workload, at least a batch")
+    options.add_argument("--waves", type=int, default=1, help="batches of prompts in a pair, one after the other")
     options.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     options.add_argument("--prompt-tokens", type=int, default=1024, help="of a prompt: longer ones are cut")
     options.add_argument("--num-tokens", type=int, default=4, help="guessed at once by what is not auto")

@@ -307,6 +307,10 @@ def test_speculation_is_held_against_the_same_engine_without(tiny_llama, tmp_pat
     alone, together = found["chat.ngram.batch-1"], found["chat.ngram.batch-2"]
     assert (alone["pairs"], together["pairs"]) == (4, 2)
     assert alone["low"] < alone["high"]
+    refilled = bench_speculative.main([*options[:-2], "--waves", "2", "--prompts", "4", "--repeats", "1"])
+    assert all(row["ratio"] > 0 and row["tokens_per_pass"] >= 1 for row in refilled.values())
+    assert (refilled["chat.ngram.batch-1"]["num_texts"], refilled["chat.ngram.batch-1"]["pairs"]) == (4, 2)
+    assert (refilled["chat.ngram.batch-2"]["num_texts"], refilled["chat.ngram.batch-2"]["pairs"]) == (4, 1)
     # The same model guesses for itself; bfloat16's rounding by torch is not the same for other numbers of rows.
     assert found["code.draft.batch-1"]["accepted"] > 0.5 * found["code.draft.batch-1"]["draft_tokens"] > 0
 
