@@ -4,7 +4,7 @@
 # long run.
 WATCHED, SHARE = 0.02, 0.01
 # Such steps: what may be lost at first, and of gains later.
-FIRST_STEPS, MOST_STEPS = 16, 32
+FIRST_STEPS, MOST_STEPS = 16, 64
 
 
 class TimeAccount:

@@ -38,7 +38,7 @@ class Acceptance:
     """
 
     PRIOR_GUESSES = 4.0
-    MEMORY = 64.0
+    MEMORY = 200.0
     FADE = 1 / 512  # of what is known, for each step in which nothing was learned
 
     def __init__(self, priors: Sequence[float]) -> None:
