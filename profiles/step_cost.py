@@ -200,7 +200,7 @@ class StepCostModel:
     """
 
     def __init__(self, first: StepCost, *, is_line: bool = False) -> None:
-        """is_line: one price for every token, as `first` has. Where steps are noisy fewer prices are surer ones."""
+        """is_line: one price for every token, of `first` too. Where steps are noisy fewer prices are surer ones."""
         self._first = self._terms = first
         self._is_line = is_line
         self._speed = 1.0
