@@ -74,7 +74,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumerics | None) -> int:
     """Of all weights as an engine holds them: as stored, floats in the dtype of the activations. Native kernels have a
     float head in an order of their own: a tied one beside the embedding's rows, another one instead of them; and they
-    hold integers in 4 bits or 8."""
+    hold integers in 3, 4 or 8 bits."""
     held, architecture = checkpoint.held_bytes(dtypes.float_bytes), checkpoint.architecture
     if numerics is not None and dtypes.dtype == "bf16" and architecture.family is not None:
         held += _widened_bytes(checkpoint)
@@ -86,14 +86,14 @@ def weight_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNumeric
 
 
 def _widened_bytes(checkpoint: Checkpoint) -> int:
-    """What integers of other than 4 or 8 bits take on top of their own in kernels that have only those, and zero points
-    in fewer than the 8 that they have there."""
+    """What integers of other than 3, 4 or 8 bits take on top of their own in kernels that have only those, and zero
+    points in fewer than the 8 that they have there."""
     total = 0
     for module in modules_of(checkpoint.tensors.values(), checkpoint.quantization):
         match = re.match(r"int(\d)\b", module.layout)
         if match and module.is_quantized:
             bits = int(match.group(1))
-            total += module.num_weights * ((4 if bits <= 4 else 8) - bits) // 8
+            total += module.num_weights * (next(held for held in (3, 4, 8) if bits <= held) - bits) // 8
             zeros = module.tensors.get("weight_zero_point")
             if zeros is not None and zeros.dtype == "I32":
                 total += zeros.num_bytes * (8 - bits) // bits

@@ -12,8 +12,8 @@ from llmq.runtime.kernels import native
 
 
 class NativeLinear:
-    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, of integers of 2 to 8 bits that stay packed, in 4 or 8, or of
-    e4m3 numbers.
+    """y = x Wᵀ + b on a CPU, in bf16: of a dense weight, of integers of 2 to 8 bits that stay packed, in 3, 4 or 8, or
+    of e4m3 numbers.
 
     Exact: the input's bf16 numbers times the weight's, summed in float32. Rounded: input and weight are multiplied in
     int8, as a W8A8 checkpoint asks, or where `int8_activations` does, with one scale of the input for each group of the
@@ -37,7 +37,7 @@ class NativeLinear:
             if scheme.kind == "float":
                 numbers, rows = native.Numbers.fp8, weight.values.contiguous().view(torch.uint8)
             else:
-                numbers = native.Numbers.int4 if bits == 4 else native.Numbers.int8
+                numbers = getattr(native.Numbers, f"int{bits}")
                 rows = _from_zero(weight, bits)
             self.tensors["numbers"] = _packed(numbers, rows)
             scales = self._pack_scales(weight, bits)
@@ -195,7 +195,7 @@ def _has_nan(numbers: Tensor) -> bool:
 
 def held_bits(bits: int) -> int:
     """In which the kernels hold an integer of `bits` bits."""
-    return 4 if bits <= 4 else 8
+    return next(held for held in (3, 4, 8) if bits <= held)
 
 
 _ROWS_AT_ONCE = 4096

@@ -46,6 +46,11 @@ def kernels(out: int, in_: int, few: bool) -> Iterator[tuple[str, int, list[Kern
     natives = [NativeLinear(int4, None) for _ in range(copies(packed))]
     yield "native int4", packed, natives
     yield "native int4 × int8", packed, [_as(linear, native.Activations.int8_group) for linear in natives]
+    int3 = make("int", 3, "group", out, in_, 0, group_size=GROUP_SIZE)
+    int3 = int3._with(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
+    natives = [NativeLinear(int3, None) for _ in range(copies(int3.num_bytes))]
+    yield "native int3", int3.num_bytes, natives
+    yield "native int3 × int8", int3.num_bytes, [_as(linear, native.Activations.int8_group) for linear in natives]
     int8 = make("int", 8, "channel", out, in_, 0)
     natives = [NativeLinear(int8, None) for _ in range(copies(int8.num_bytes))]
     yield "native int8", int8.num_bytes, natives
@@ -99,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> Report:
                 )
                 rows.append([shape, f"{num_rows}", name, f"{seconds * 1e6:,.1f}", f"{gbs:.1f}", f"{gops:,.0f}"])
     return Report(
-        f"Linears on {arguments.threads} thread(s), {native.isa()}, int4 in groups of {GROUP_SIZE}",
+        f"Linears on {arguments.threads} thread(s), {native.isa()}, int4 and int3 in groups of {GROUP_SIZE}",
         ["out x in", ">rows", "kernel", ">µs", ">GB/s of weight", ">Gop/s"],
         rows,
         figures,

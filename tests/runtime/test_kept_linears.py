@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 from engine_driver import greedy, run_all
+from random_weights import make, quantize_folder
 from safetensors.torch import load_file, save_file
 
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
+from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.runtime import packed_cache
 from llmq.runtime.kernels import native, why_absent
 from llmq.runtime.layers.native_linear import NativeLinear
@@ -22,12 +24,17 @@ PROMPTS = [[5, 9, 200, 31], [7] * 40]
 CHECKPOINTS = [
     "tiny",
     "tiny with biases",
+    "tiny in three bits",
     "autogptq-w4g128-asym-actorder",
     "autoawq-w4g128-gemm",
     "llmc-sq-w8a8",
     "llmc-fp8-dynamic",
     "llmc-fp8-static",
 ]
+
+
+def in_three_bits(out: int, in_: int, seed: int) -> QuantizedWeight:
+    return make("int", 3, "group", out, in_, seed, group_size=32)
 
 
 @pytest.fixture(params=CHECKPOINTS)
@@ -37,6 +44,8 @@ def folder(request, tmp_path, tiny_llama, monkeypatch):
         source = tiny_llama(dtype="bfloat16")
     elif request.param == "tiny with biases":
         source = tiny_llama(dtype="bfloat16", model_type="qwen2")
+    elif request.param == "tiny in three bits":
+        source = quantize_folder(tiny_llama(dtype="bfloat16"), tmp_path / "w3", "gptq", in_three_bits)
     else:
         source = request.getfixturevalue("shared") / "interop" / request.param
     return shutil.copytree(source, tmp_path / "model")

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from engine_driver import greedy, run_all
+from random_weights import make, quantize_folder
 from safetensors.torch import load_file, save_file
 
 from llmq.profiles.checkpoint import read_checkpoint
@@ -15,6 +16,8 @@ from llmq.quantize.rounding import quantize_weight
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, NativeNumerics, native_numerics
 from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.layers import native_linear
+from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.memory import weight_bytes
 
 pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
@@ -71,6 +74,42 @@ def test_of_a_quantized_checkpoint(make_engine, shared):
     expected = logits_of(as_stored)
     assert 1e-4 < distance(logits_of(rounded), expected) < 2e-2
     assert 1e-3 < distance(logits_of(both), expected) < 6e-2
+
+
+@pytest.mark.parametrize(
+    ("format_name", "model_type"), [("compressed-tensors", "llama"), ("gptq", "llama"), ("gptq", "mixtral")]
+)
+def test_three_bits_are_held_in_three_and_give_the_logits_of_four(
+    make_engine, tiny_llama, tmp_path, monkeypatch, format_name, model_type
+):
+    source = tiny_llama(dtype="bfloat16", model_type=model_type)
+    folder = quantize_folder(
+        source,
+        tmp_path / "w3",
+        format_name,
+        lambda out, in_, seed: make("int", 3, "group", out, in_, seed, group_size=32),
+    )
+    numbers = []
+
+    def engine_and_logits():
+        made, inner = [], NativeLinear.__init__
+        with monkeypatch.context() as patch:
+            patch.setattr(NativeLinear, "__init__", lambda self, *given: made.append(self) or inner(self, *given))
+            engine = make_engine(folder, dtype="bf16", head="16bit")
+        numbers.append(sum(one.tensors["numbers"].nbytes for one in made if one.packed_facts["numbers"] != "bf16"))
+        assert engine.info.fingerprint["program"] == "native"
+        return engine, logits_of(engine)
+
+    three, logits = engine_and_logits()
+    monkeypatch.setattr(native_linear, "held_bits", lambda bits: 4)
+    four, expected = engine_and_logits()
+    for engine, held, other in ((three, "int3", "int4"), (four, "int4", "int3")):
+        kernels = engine.info.fingerprint["linear_kernels"]
+        assert f"native {held}, {native.isa()}" in kernels
+        assert other not in kernels
+    assert torch.equal(logits, expected)
+    assert numbers[0] * 4 == numbers[1] * 3
+    assert four.info.weight_bytes - three.info.weight_bytes == numbers[1] - numbers[0]
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), [(2, True), (3, True), (3, False), (4, False), (6, True)])

@@ -12,6 +12,7 @@ void bind_linear(nb::module_& module) {
       .value("bf16", Numbers::bf16)
       .value("int8", Numbers::int8)
       .value("int4", Numbers::int4)
+      .value("int3", Numbers::int3)
       .value("fp8", Numbers::fp8);
   nb::enum_<Scales>(module, "Scales")
       .value("none", Scales::none)

@@ -38,9 +38,7 @@ constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchMostOfFewRows = 448 << 10,
 // Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
 constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
 
-constexpr int64_t line_bytes(Numbers numbers) {  // of 8 inputs and kLane outputs
-  return numbers == Numbers::bf16 ? 256 : numbers == Numbers::int4 ? 64 : 128;
-}
+constexpr int64_t line_bytes(Numbers numbers) { return bits_of(numbers) * kLane; }  // of 8 inputs and kLane outputs
 
 // ---- The input, made ready
 
@@ -148,7 +146,7 @@ float largest(const float* x, int64_t count) {
 
 void prepare_row(const PackedWeight& w, Activations activations, const float* x, int8_t* q, float* sums, float* scales,
                  int32_t* starts) {
-  const int32_t center = w.numbers_type == Numbers::int4 ? 8 : 128;
+  const int32_t center = w.center();
   const int64_t groups = w.num_groups();
   const bool by_group = activations.mode == Activations::Mode::int8_group;
   float scale = activations.input_scale;
@@ -306,7 +304,7 @@ struct GroupScale {
 };
 
 LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t group) {
-  const Floats center = broadcast(w.numbers_type == Numbers::int4 ? 8 : 128);
+  const Floats center = broadcast(static_cast<float>(w.center()));
   const Floats scale = load_scale(w, w.scales, w.outer_scales, block, group);
   if (w.offsets) {
     return {scale, multiply_add(center, scale, load_scale(w, w.offsets, w.outer_offsets, block, group))};
@@ -336,6 +334,8 @@ template <Numbers kNumbers>
 LLMQ_INLINE void expand(const uint8_t* p, Pair out[4]) {
   if constexpr (kNumbers == Numbers::int4) {
     expand_int4(p, out);
+  } else if constexpr (kNumbers == Numbers::int3) {
+    expand_int3(p, out);
   } else if constexpr (kNumbers == Numbers::int8) {
     expand_int8_line(p, out);
     expand_int8_line(p + 64, out + 2);
@@ -349,7 +349,9 @@ LLMQ_INLINE void expand(const uint8_t* p, Pair out[4]) {
 template <Numbers kNumbers>
 LLMQ_INLINE void expand(const uint8_t* p, Ints out[2]) {
   if constexpr (kNumbers == Numbers::int4) {
-    expand_nibbles(p, out);
+    expand_nibbles(load_line(p), 15, out);
+  } else if constexpr (kNumbers == Numbers::int3) {
+    expand_nibbles(load_int3_line(p), 7, out);
   } else {
     out[0] = load_line(p);
     out[1] = load_line(p + 64);
@@ -829,11 +831,13 @@ void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64
     switch (w.numbers_type) {
       case Numbers::bf16: return run<Numbers::bf16>(w, x, num_rows, sink);
       case Numbers::int8: return run<Numbers::int8>(w, x, num_rows, sink);
+      case Numbers::int3: return run<Numbers::int3>(w, x, num_rows, sink);
       default: return run<Numbers::int4>(w, x, num_rows, sink);
     }
   }
   const RoundedInput x = prepare_rounded(w, activations, rows, num_rows, memory);
   if (w.numbers_type == Numbers::int8) return run<Numbers::int8>(w, x, num_rows, sink);
+  if (w.numbers_type == Numbers::int3) return run<Numbers::int3>(w, x, num_rows, sink);
   return run<Numbers::int4>(w, x, num_rows, sink);
 }
 

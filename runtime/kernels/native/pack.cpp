@@ -22,6 +22,18 @@ void pack_int4_block(const uint8_t* rows, int64_t in_features, int64_t num_rows,
   }
 }
 
+void pack_int3_block(const uint8_t* rows, int64_t in_features, int64_t num_rows, uint8_t* packed) {
+  for (int64_t lane = 0; lane < num_rows; lane++) {
+    const uint8_t* row = rows + lane * in_features;
+    for (int64_t input = 0; input < in_features; input++) {
+      const int u = row[input] & 7, byte = kByteOfInput[input % 4], nibble = input % 8 / 4 * 4;
+      uint8_t* step = packed + input / 8 * 48;
+      step[lane % 8 * 4 + byte] |= (u & 3) << (nibble + lane / 8 * 2);
+      step[32 + lane % 4 * 4 + byte] |= (u >> 2) << (nibble + lane / 4);
+    }
+  }
+}
+
 void pack_int8_block(const uint8_t* rows, int64_t in_features, int64_t num_rows, uint8_t* packed) {
   for (int64_t lane = 0; lane < num_rows; lane++) {
     const uint8_t* row = rows + lane * in_features;
@@ -50,6 +62,7 @@ void pack_numbers(Numbers type, const void* rows, int64_t out_features, int64_t 
       const int64_t first = block * kLane, num_rows = out_features - first < kLane ? out_features - first : kLane;
       const uint8_t* bytes = static_cast<const uint8_t*>(rows) + first * in_features;
       if (type == Numbers::int4) pack_int4_block(bytes, in_features, num_rows, lines, to);
+      if (type == Numbers::int3) pack_int3_block(bytes, in_features, num_rows, to);
       if (type == Numbers::int8 || type == Numbers::fp8) pack_int8_block(bytes, in_features, num_rows, to);
       if (type == Numbers::bf16) {
         pack_bf16_block(static_cast<const uint16_t*>(rows) + first * in_features, in_features, num_rows,

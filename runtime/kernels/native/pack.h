@@ -4,7 +4,7 @@
 
 namespace llmq {
 
-// Rows of numbers -> the layout of PackedWeight. rows: [out_features, in_features] of uint8 (int4, int8: u, from 0; fp8: e4m3) or
+// Rows of numbers -> the layout of PackedWeight. rows: [out_features, in_features] of uint8 (int3, int4, int8: u, from 0; fp8: e4m3) or
 // bf16. packed: num_blocks() * block_bytes().
 void pack_numbers(Numbers type, const void* rows, int64_t out_features, int64_t in_features, uint8_t* packed);
 

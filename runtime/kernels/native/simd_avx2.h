@@ -148,10 +148,22 @@ LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
   return {dot_bytes(sum.a, u.a, spread), dot_bytes(sum.b, u.b, spread)};
 }
 
-// 8 inputs: the nibbles of a line as bytes, inputs 0 to 3 and 4 to 7.
-LLMQ_INLINE void expand_nibbles(const uint8_t* p, Ints out[2]) {
-  const Ints v = load_line(p);
-  const __m256i low = _mm256_set1_epi8(15);
+// The lower bits of nibbles from `twos`, the third from `ones`.
+LLMQ_INLINE __m256i joined(__m256i twos, __m256i ones) {
+  return _mm256_or_si256(_mm256_and_si256(twos, _mm256_set1_epi8(0x33)), _mm256_and_si256(ones, _mm256_set1_epi8(0x44)));
+}
+// The int4 line of 48 bytes of int3.
+LLMQ_INLINE Ints load_int3_line(const uint8_t* p) {
+  const __m256i twos = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i ones = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 32)));
+  const __m256i left = _mm256_setr_epi32(2, 2, 2, 2, 1, 1, 1, 1), right = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+  return {joined(twos, _mm256_sllv_epi32(ones, left)),
+          joined(_mm256_srli_epi32(twos, 2), _mm256_srlv_epi32(ones, right))};
+}
+
+// 8 inputs: the nibbles of a line as bytes, less bits that `mask` lacks: inputs 0 to 3 and 4 to 7.
+LLMQ_INLINE void expand_nibbles(Ints v, char mask, Ints out[2]) {
+  const __m256i low = _mm256_set1_epi8(mask);
   out[0] = {_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)};
   out[1] = {_mm256_and_si256(_mm256_srli_epi16(v.a, 4), low), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), low)};
 }
@@ -192,6 +204,20 @@ LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
   out[1] = {centered<8, 4>(v), centered<24, 4>(v)};
   out[2] = {centered<4, 4>(v), centered<20, 4>(v)};
   out[3] = {centered<12, 4>(v), centered<28, 4>(v)};
+}
+// The three bits at kShift of each lane, less 4.
+template <int kShift>
+LLMQ_INLINE Floats centered_int3(Ints v) {
+  const __m256 table = _mm256_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3);
+  return {_mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.a, kShift)),
+          _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.b, kShift))};
+}
+LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[4]) {
+  const Ints v = load_int3_line(p);
+  out[0] = {centered_int3<0>(v), centered_int3<16>(v)};
+  out[1] = {centered_int3<8>(v), centered_int3<24>(v)};
+  out[2] = {centered_int3<4>(v), centered_int3<20>(v)};
+  out[3] = {centered_int3<12>(v), centered_int3<28>(v)};
 }
 LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
   const Ints v = load_line(p);

@@ -106,9 +106,18 @@ LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
   return sum;
 }
 
-// 8 inputs: the nibbles of a line as bytes, inputs 0 to 3 and 4 to 7.
-LLMQ_INLINE void expand_nibbles(const uint8_t* p, Ints out[2]) {
-  const Ints v = load_line(p), low = _mm512_set1_epi8(15);
+// The int4 line of 48 bytes of int3; the highest bit of a nibble is any.
+LLMQ_INLINE Ints load_int3_line(const uint8_t* p) {
+  const Ints twos = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const Ints ones = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 32)));
+  const Ints to_bit_2 = _mm512_setr_epi32(2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0, 31, 31, 31, 31);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), _mm512_mask_srli_epi32(twos, 0xff00, twos, 2),
+                                   _mm512_rolv_epi32(ones, to_bit_2), 0xca);  // a ? b : c
+}
+
+// 8 inputs: the nibbles of a line as bytes, less bits that `mask` lacks: inputs 0 to 3 and 4 to 7.
+LLMQ_INLINE void expand_nibbles(Ints v, char mask, Ints out[2]) {
+  const Ints low = _mm512_set1_epi8(mask);
   out[0] = _mm512_and_si512(v, low);
   out[1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
 }
@@ -142,12 +151,23 @@ alignas(64) constexpr uint16_t kNibbles[32] = {
     0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
     0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
-LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
-  const Ints v = load_line(p), table = _mm512_load_si512(kNibbles);
+// Of -4 to 3, four times: a nibble's highest bit is not asked.
+alignas(64) constexpr uint16_t kOctets[32] = {
+    0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0xc080, 0xc040, 0xc000,
+    0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80,
+    0x4000, 0x4040, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040};
+
+LLMQ_INLINE void expand_nibbles(Ints v, Ints table, Pair out[4]) {
   out[0] = {_mm512_permutexvar_epi16(v, table)};
   out[1] = {_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table)};
   out[2] = {_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table)};
   out[3] = {_mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table)};
+}
+LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
+  expand_nibbles(load_line(p), _mm512_load_si512(kNibbles), out);
+}
+LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[4]) {
+  expand_nibbles(load_int3_line(p), _mm512_load_si512(kOctets), out);
 }
 
 // A whole number below 256 is exact in the upper half of its float.
@@ -199,16 +219,20 @@ LLMQ_INLINE void store_pair(uint8_t* p, Pair v) {
 }
 
 template <int kShift>
-LLMQ_INLINE Floats centered_nibble(Ints v) {
-  const Floats table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+LLMQ_INLINE Floats of_nibble(Ints v, Floats table) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, kShift), table);
 }
+LLMQ_INLINE void expand_nibbles(Ints v, Floats table, Pair out[4]) {
+  out[0] = {of_nibble<0>(v, table), of_nibble<16>(v, table)};
+  out[1] = {of_nibble<8>(v, table), of_nibble<24>(v, table)};
+  out[2] = {of_nibble<4>(v, table), of_nibble<20>(v, table)};
+  out[3] = {of_nibble<12>(v, table), of_nibble<28>(v, table)};
+}
 LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
-  const Ints v = load_line(p);
-  out[0] = {centered_nibble<0>(v), centered_nibble<16>(v)};
-  out[1] = {centered_nibble<8>(v), centered_nibble<24>(v)};
-  out[2] = {centered_nibble<4>(v), centered_nibble<20>(v)};
-  out[3] = {centered_nibble<12>(v), centered_nibble<28>(v)};
+  expand_nibbles(load_line(p), _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8), out);
+}
+LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[4]) {
+  expand_nibbles(load_int3_line(p), _mm512_set_ps(3, 2, 1, 0, -1, -2, -3, -4, 3, 2, 1, 0, -1, -2, -3, -4), out);
 }
 LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
   const Ints v = load_line(p);

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_weights import make
 
+from llmq.quantize.formats.packing import pack_unsigned, unpack_unsigned
 from llmq.quantize.formats.quantized_weight import QuantizedWeight
 from llmq.quantize.formats.scheme import ActivationScheme
 from llmq.runtime.kernels import native, why_absent
@@ -189,6 +190,50 @@ def test_integer_weights(isa):
     integer_case()
 
 
+def in_four_bits(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers; an offset goes along with the middle of the range."""
+    scheme = weight.scheme
+    u = unpack_unsigned(weight.values, scheme.bits, weight.in_features)
+    up = 4 if weight.offset is not None else 8 - (1 << (scheme.bits - 1))
+    return dataclasses.replace(
+        weight,
+        scheme=dataclasses.replace(scheme, bits=4),
+        values=pack_unsigned(u + up, 4),
+        offset=None if weight.offset is None else weight.offset - up * weight.scale,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ROWS,
+    shape=SHAPES,
+    bits=st.sampled_from([2, 3]),
+    strategy=st.sampled_from(["group", "channel", "tensor"]),
+    zero=st.sampled_from([None, "int", "float"]),
+    group_size=st.sampled_from([8, 16, 24, 64, 128]),
+    order=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def three_bits_case(rows, shape, bits, strategy, zero, group_size, order, seed):
+    (out, in_), generator = shape, torch.Generator().manual_seed(seed)
+    order = order and strategy == "group"
+    weight = make("int", bits, strategy, out, in_, seed, zero=zero, group_size=group_size, order=order)
+    # Small multiples of a sixteenth: an offset's place changes without rounding.
+    scale, offset = (torch.randint(1, 64, weight.scale.shape, generator=generator) / 16 for _ in range(2))
+    weight = dataclasses.replace(weight, scale=scale, offset=offset if zero == "float" else None)
+    three, four = NativeLinear(weight, None), NativeLinear(in_four_bits(weight), None)
+    assert [linear.packed_facts["numbers"] for linear in (three, four)] == ["int3", "int4"]
+    assert three.packed_facts["scales"] == four.packed_facts["scales"]
+    assert three.tensors["numbers"].nbytes * 4 == four.tensors["numbers"].nbytes * 3
+    x = input_of(rows, in_, seed + 1)
+    for mode in (native.Activations.exact, native.Activations.int8_group, native.Activations.int8_row):
+        assert torch.equal(product(three, mode, x, torch.float32), product(four, mode, x, torch.float32))
+
+
+def test_three_bits_compute_to_the_last_bit_as_four_do(isa):
+    three_bits_case()
+
+
 @pytest.mark.parametrize(
     ("bits", "zero", "outer", "scale_dtype"),
     [(4, "float", 8, torch.uint8), (6, None, 16, torch.int8), (3, None, 1, torch.int8), (4, "float", 3, torch.uint8)],
@@ -221,6 +266,8 @@ def test_scales_of_two_parts_stay_small_and_compute_as_whole_ones(isa, bits, zer
     [
         ("int4", "exact"),
         ("int4", "int8_group"),
+        ("int3", "exact"),
+        ("int3", "int8_group"),
         ("int8", "exact"),
         ("int8", "int8_row"),
         ("bf16", "exact"),

@@ -108,14 +108,19 @@ def test_preemption_forks_and_aborts(qwen2, make_engine, ranks):
 
 
 @pytest.mark.parametrize(
-    ("format_name", "more"),
-    [("compressed-tensors", {}), ("awq", {"zero": "int"}), ("gptq_v2", {"zero": "int", "order": True})],
+    ("format_name", "bits", "more"),
+    [
+        ("compressed-tensors", 4, {}),
+        ("awq", 4, {"zero": "int"}),
+        ("gptq_v2", 4, {"zero": "int", "order": True}),
+        ("gptq_v2", 3, {"zero": "int"}),
+    ],
 )
-def test_packed_weights_read_by_each_process(tmp_path, make_engine, ranks, format_name, more):
+def test_packed_weights_read_by_each_process(tmp_path, make_engine, ranks, format_name, bits, more):
     source = save_tiny_model(tmp_path / "source", "qwen3", num_hidden_layers=3)
 
     def weight(out: int, in_: int, seed: int):
-        return make("int", 4, "group", out, in_, seed, group_size=32, **more)
+        return make("int", bits, "group", out, in_, seed, group_size=32, **more)
 
     folder = quantize_folder(source, tmp_path / "made", format_name, weight)
     expected, made = (run_all(start(folder), PROMPTS, greedy(16)) for start in (make_engine, ranks))

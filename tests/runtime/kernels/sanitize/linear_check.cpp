@@ -27,7 +27,7 @@ void product(Numbers type, Scales scales_type, Correction correction, bool has_o
   const int bytes = type == Numbers::bf16 ? 2 : 1;
   std::vector<uint8_t> numbers(out * in * bytes);
   for (auto& number : numbers) {
-    number = random_below(type == Numbers::int4 ? 16 : type == Numbers::fp8 ? 256 : 64);
+    number = random_below(type == Numbers::int3 ? 8 : type == Numbers::int4 ? 16 : type == Numbers::fp8 ? 256 : 64);
     if (type == Numbers::fp8 && (number & 0x7f) == 0x7f) number = 0;  // a NaN
   }
   PackedWeight w{type, scales_type, out, in, group_size, nullptr};
@@ -69,7 +69,7 @@ int main() {
       const int64_t rows = turn < 20 ? 1 + turn : 1 + random_below(turn % 10 == 0 ? 400 : 150);
       const int64_t out = 1 + random_below(100), in = 1 + random_below(turn % 4 == 0 ? 2500 : 600);
       const int64_t group_size = random_below(2) ? 16 << random_below(4) : 8 * (1 + random_below(90));
-      for (Numbers type : {Numbers::bf16, Numbers::int8, Numbers::int4, Numbers::fp8}) {
+      for (Numbers type : {Numbers::bf16, Numbers::int8, Numbers::int4, Numbers::int3, Numbers::fp8}) {
         const bool is_bf16 = type == Numbers::bf16, is_fp8 = type == Numbers::fp8;
         const bool is_channel = is_bf16 || random_below(3) == 0;
         const bool has_order = !is_bf16 && random_below(2);
