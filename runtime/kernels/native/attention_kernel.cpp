@@ -55,7 +55,12 @@ class Task {
 
  public:
   explicit Task(const AttentionWork& work)
-      : work_(work), batch_(work.batch), call_(work.call), job_(work.job), task_(work.task) {
+      : work_(work),
+        batch_(work.batch),
+        call_(work.call),
+        job_(work.job),
+        task_(work.task),
+        load_strided_(work.call.keys.num_kv_heads) {
     group_ = call_.group_size();
     rows_ = job_.num_rows;
     dim_k_ = call_.keys.head_dim;
@@ -299,10 +304,9 @@ class Task {
     const F32 same = F32::all(plane.static_scale);
     for (int i = 0; i < kKeySpan; i += W) same.store(scales + i);
     if (plane.scales == nullptr) return;
-    const StridedLoad load(plane.num_kv_heads);
     for (int run = 0; run < here_->num_runs; run++) {
       const auto [first, count, offset, block] = here_->runs[run];
-      load(plane.scale(block, offset, kv_head), count, scales + first);
+      load_strided_(plane.scale(block, offset, kv_head), count, scales + first);
     }
   }
 
@@ -321,7 +325,7 @@ class Task {
   template <KVFormat kFormat> struct Format {};
   template <KVFormat kFormat, class Body>
   LLMQ_INLINE static void with_readable(Body& body) {
-    if constexpr (Units::reads(kFormat)) body(Format<kFormat>{});
+    if constexpr (Units::reads(kFormat, 32)) body(Format<kFormat>{});
   }
 
   // All tiles: keys_[tile, unit, key]
@@ -445,7 +449,14 @@ class Task {
   template <KVFormat kFormat, int R>
   void score_directly(Format<kFormat> format, const Unit* const* a, int row, int first_tile, int end_tile,
                       float (&scores)[R][kKeySpan]) {
-    if constexpr (Units::kSumsExactly) {
+    if constexpr (Units::kSumsAcross) {
+      for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
+        ahead_.order(W / 2);
+        Sum sums[R];
+        Units::template score_keys<kFormat>(a, here_->keys + key, dim_k_, sums);
+        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(sums[r], row + r, key, scores[r]); });
+      }
+    } else if constexpr (Units::kSumsExactly) {
       for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
         ahead_.order(W / 2);
         Sum sums[R][Units::kTerms] = {};
@@ -524,7 +535,10 @@ class Task {
   }
 
   // Columns whose sums stay in registers.
-  static constexpr int columns_at_once(int rows) { return rows * kColumns * Units::kTerms <= 24 ? kColumns : 2; }
+  static constexpr int columns_at_once(int rows) {
+    if (W == 16) return rows * kColumns * Units::kTerms <= 24 ? kColumns : 2;
+    return Units::kSumsExactly && rows <= 3 ? 4 : 2;
+  }
 
   // weights: [R, kTerms, kKeySpan / kDepth]
   template <int R, KVFormat kFormat>
@@ -542,6 +556,7 @@ class Task {
   LLMQ_INLINE void mix_columns(Format<kFormat>, const Unit* weights, int row, int first, int end, int column,
                                const float* factor) {
     constexpr int kUnits = kKeySpan / Units::kDepth;
+    constexpr int kJoined = W == 16 ? C : least(C, 2);  // at once, as registers allow
     const int share = 8 * C * W / static_cast<int>(stride_v_);
     const int64_t value_bytes = call_.values.head_bytes();
     Sum sums[R][C][Units::kTerms] = {};
@@ -552,13 +567,16 @@ class Task {
       if (!Units::kSumsExactly && column == 0 && heads + kKeyTile < last) order_near(heads + kKeyTile, 16, value_bytes);
 #pragma GCC unroll 1
       for (int i = 0; i < 16; i += Units::kDepth, heads += Units::kDepth, weight++) {
-        typename Units::Vector values[C];
-        Units::template join_values<kFormat>(heads, dim_v_, column, values);
-        unrolled<R>([&](int r) LLMQ_UNROLLED {
-          unrolled<Units::kTerms>([&](int term) LLMQ_UNROLLED {
-            const typename Units::Vector one = Units::all(weight + (r * Units::kTerms + term) * kUnits);
-            unrolled<C>([&](int c) LLMQ_UNROLLED {
-              sums[r][c][term] = Units::Mixture::add(sums[r][c][term], one, values[c]);
+        unrolled<C / kJoined>([&](int part) LLMQ_UNROLLED {
+          typename Units::Vector values[kJoined];
+          Units::template join_values<kFormat>(heads, dim_v_, column + part * kJoined * W, values);
+          unrolled<R>([&](int r) LLMQ_UNROLLED {
+            unrolled<Units::kTerms>([&](int term) LLMQ_UNROLLED {
+              const typename Units::Vector one = Units::all(weight + (r * Units::kTerms + term) * kUnits);
+              unrolled<kJoined>([&](int i) LLMQ_UNROLLED {
+                Sum& sum = sums[r][part * kJoined + i][term];
+                sum = Units::Mixture::add(sum, one, values[i]);
+              });
             });
           });
         });
@@ -613,6 +631,7 @@ class Task {
   const AttentionCall& call_;
   const AttentionJob& job_;
   const AttentionTask& task_;
+  StridedLoad load_strided_;
   int group_, rows_, dim_k_, dim_v_, units_, first_position_;
   int64_t stride_q_, stride_v_;
   Span spans_[2];
@@ -633,19 +652,23 @@ class Task {
   Unit* queries_;
 };
 
+// Whether units are for both planes of a call, whose queries are not float32's.
+template <class Units>
+bool suit(const AttentionCall& call) {
+  return !call.is_float32 && Units::reads(call.keys.format, call.keys.head_dim) &&
+         Units::reads(call.values.format, call.values.head_dim);
+}
+
 }  // namespace
 
 void attend(const AttentionWork& work) {
 #if defined(__AVX512F__)
-  const AttentionCall& call = work.call;
-  const KVFormat keys = call.keys.format, values = call.values.format;
-  if (!call.is_float32 && ByteUnits::reads(keys) && ByteUnits::reads(values)) return Task<ByteUnits>(work).run();
+  if (suit<ByteUnits>(work.call)) return Task<ByteUnits>(work).run();
+#else
+  if (suit<WordUnits>(work.call)) return Task<WordUnits>(work).run();
 #endif
 #if defined(__AVX512BF16__)
-  if (!call.is_float32 && PairUnits::reads(keys) && PairUnits::reads(values) && call.keys.head_dim % 2 == 0 &&
-      call.values.head_dim % 2 == 0) {
-    return Task<PairUnits>(work).run();
-  }
+  if (suit<PairUnits>(work.call)) return Task<PairUnits>(work).run();
 #endif
   Task<FloatUnits>(work).run();
 }

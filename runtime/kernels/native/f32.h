@@ -14,8 +14,8 @@ namespace llmq::LLMQ_ISA {
 
 using bf16 = uint16_t;
 
-template <class T> static inline T least(T a, T b) { return a < b ? a : b; }
-template <class T> static inline T most(T a, T b) { return a < b ? b : a; }
+template <class T> static constexpr T least(T a, T b) { return a < b ? a : b; }
+template <class T> static constexpr T most(T a, T b) { return a < b ? b : a; }
 
 static inline float to_float(bf16 x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -110,7 +110,11 @@ struct F32 {
   static F32 load_half(const uint16_t* p, int n) { return {_mm256_cvtph_ps(words(p, n))}; }
   static F32 load_int8(const int8_t* p, int n) {
     int64_t bytes = 0;
-    memcpy(&bytes, p, static_cast<size_t>(n));
+    if (n == kWidth) {
+      memcpy(&bytes, p, 8);
+    } else {
+      memcpy(&bytes, p, static_cast<size_t>(n));
+    }
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)))};
   }
   void store(float* p) const { _mm256_storeu_ps(p, v); }

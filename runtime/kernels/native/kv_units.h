@@ -60,6 +60,13 @@ class StridedLoad {
     const __m512i lanes = _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 0,
                                                                 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     index_ = _mm512_mullo_epi16(lanes, _mm512_set1_epi16(static_cast<short>(stride)));
+#else
+    memset(order_, -1, sizeof(order_));
+    for (int i = 0; i < 8 && stride <= kMostStride; i++) {
+      const int vector = least(i * stride / 8, stride - 1), at = i * stride - first_of(vector);
+      order_[vector][2 * i] = static_cast<int8_t>(2 * at);
+      order_[vector][2 * i + 1] = static_cast<int8_t>(2 * at + 1);
+    }
 #endif
   }
   LLMQ_INLINE void operator()(const bf16* from, int count, float* to) const {
@@ -69,6 +76,8 @@ class StridedLoad {
       if (count > 0) load(from, words_of(count), count, to);
       return;
     }
+#else
+    for (; count >= 8 && stride_ <= kMostStride; from += 8 * stride_, to += 8, count -= 8) load_eight(from, to);
 #endif
     for (int i = 0; i < count; i++) to[i] = to_float(from[i * stride_]);
   }
@@ -86,6 +95,20 @@ class StridedLoad {
   int at_once_;
   uint64_t mask_;
   __m512i index_;
+#else
+  static constexpr int kMostStride = 8;
+  // Of the vector-th eight words; the last ones end with the last number.
+  int first_of(int vector) const { return least(8 * vector, 7 * stride_ - 7); }
+  LLMQ_INLINE void load_eight(const bf16* from, float* to) const {
+    __m128i words = _mm_setzero_si128();
+    for (int vector = 0; vector < stride_; vector++) {
+      const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + first_of(vector)));
+      words = _mm_or_si128(words, _mm_shuffle_epi8(eight, _mm_load_si128(reinterpret_cast<const __m128i*>(order_[vector]))));
+    }
+    F32::widened(words).store(to);
+  }
+
+  alignas(16) int8_t order_[kMostStride][16];  // where a number's bytes are in the vector-th eight; -1: not there
 #endif
 };
 
@@ -99,7 +122,8 @@ struct FloatUnits {
   static constexpr int kColumnsOfValues = F32::kWidth;  // numbers of V's heads are padded to a multiple of them
   static constexpr bool kTakesQueries = false;  // as they lie in the caller's memory
   static constexpr bool kSumsExactly = false;   // in any order
-  static constexpr bool reads(KVFormat) { return true; }
+  static constexpr bool kSumsAcross = false;    // of a key, and then its lanes: see WordUnits
+  static constexpr bool reads(KVFormat, int) { return true; }
 
   struct Scores {
     static F32 add(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
@@ -158,7 +182,8 @@ struct ByteUnits {
   static constexpr int kColumnsOfValues = 64;
   static constexpr bool kTakesQueries = false;
   static constexpr bool kSumsExactly = true;
-  static constexpr bool reads(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::int4; }
+  static constexpr bool kSumsAcross = false;
+  static constexpr bool reads(KVFormat format, int) { return format == KVFormat::int8 || format == KVFormat::int4; }
 
   // VNNI multiplies unsigned by signed bytes: keys are stored with 128 added, which `score` takes away again, and weights
   // have no sign. A sum of kMostHeadDim products of 8 and 16 bits, or of a span's keys, stays below 2^31.
@@ -295,6 +320,167 @@ struct ByteUnits {
   }
 };
 
+#else
+
+// Two words of 16 bits. K and V stay the integers that are stored; queries and weights, each row with a scale of its own,
+// become integers of 16 bits. Sums are exact, as ByteUnits' are.
+struct WordUnits {
+  using Unit = uint32_t;
+  struct Vector {
+    __m256i v;
+  };
+  struct Sum {
+    __m256i v;
+  };
+  static constexpr int kDepth = 2;
+  static constexpr int kTerms = 1;
+  static constexpr int kColumnsOfValues = 16;
+  static constexpr bool kTakesQueries = false;
+  static constexpr bool kSumsExactly = true;
+  static constexpr bool kSumsAcross = true;
+  // Heads of whole vectors of 16 numbers; int4 has two halves of them.
+  static constexpr bool reads(KVFormat format, int head_dim) {
+    return (format == KVFormat::int8 && head_dim % 16 == 0) || (format == KVFormat::int4 && head_dim % 32 == 0);
+  }
+
+  struct Scores {
+    static Sum add(Sum sum, Vector a, Vector b) {
+      // The intrinsic, but for GCC 12: it adds products up first, in an order that leaves no register free.
+      asm("vpaddd %1, %0, %0" : "+x"(sum.v) : "x"(_mm256_madd_epi16(a.v, b.v)));
+      return sum;
+    }
+  };
+  using Mixture = Scores;
+  static Sum next_term(Sum sum) { return sum; }
+  static Sum total(const Sum (&terms)[kTerms]) { return terms[0]; }
+  static Vector all(const uint32_t* a) { return {_mm256_set1_epi32(static_cast<int>(*a))}; }
+  static Vector load(const uint32_t* b) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b))}; }
+  static F32 score(Sum sum, int32_t) { return {_mm256_cvtepi32_ps(sum.v)}; }
+  static F32 mixed(Sum sum, float factor) { return F32{_mm256_cvtepi32_ps(sum.v)} * F32::all(factor); }
+  // join_values leaves the first and the third four of 16 numbers in one vector, the others in the next.
+  static F32 load_mixed(const float* mixed, int d) {
+    const float* from = mixed + d / 16 * 16 + d % 16 / 2;
+    return {_mm256_set_m128(_mm_loadu_ps(from + 8), _mm_loadu_ps(from))};
+  }
+
+  // A sum of kMostHeadDim products stays below 2^31.
+  template <class T>
+  static void prepare_query(const T* query, int head_dim, uint32_t* to, int64_t, float& scale, int32_t&) {
+    constexpr float kMost = 32639.0f;
+    __m256i top = _mm256_castps_si256(_mm256_set1_ps(1e-30f));
+    for (int d = 0; d < head_dim; d += 8) {
+      // A NaN has the largest bits.
+      top = _mm256_max_epi32(top, _mm256_castps_si256(F32::load(query + d).magnitude().v));
+    }
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    half = _mm_max_epi32(half, _mm_unpackhi_epi64(half, half));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 1));
+    const float most_of_all = _mm_cvtss_f32(_mm_castsi128_ps(half));
+    scale *= most_of_all / kMost;
+    const F32 inverse = F32::all(kMost / most_of_all);
+    for (int d = 0; d < head_dim; d += 8) {
+      // No number becomes 0, of which a sum stays within its 32 bits: the scale is NaN, or infinite, by itself.
+      const F32 scaled = F32::load(query + d) * inverse;
+      const __m256i whole = _mm256_and_si256(_mm256_cvtps_epi32(scaled.v),
+                                             _mm256_castps_si256(_mm256_cmp_ps(scaled.v, scaled.v, _CMP_ORD_Q)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d / 2),
+                       _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+    }
+  }
+
+  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
+    constexpr float kMost = 32767.0f;
+    F32 top = F32::all(1e-30f);
+    for (int key = first; key < end; key += 8) top = larger(F32::load(weights + key), top);
+    const float largest = top.largest();
+    const F32 inverse = F32::all(kMost / largest);
+    for (int key = first; key < end; key += 16) {
+      const __m256i low = _mm256_cvtps_epi32((F32::load(weights + key) * inverse).v);
+      const __m256i high = _mm256_cvtps_epi32((F32::load(weights + key + 8) * inverse).v);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + key / 2),
+                          _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
+    }
+    return largest / kMost;
+  }
+
+  template <KVFormat kFormat>
+  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
+    return {_mm256_castsi256_ps(load_words<kFormat>(head, head_dim, 2 * first))};
+  }
+  template <KVFormat kFormat, int C>
+  LLMQ_INLINE static void join_values(const uint8_t* const* heads, int head_dim, int d, Vector (&joined)[C]) {
+    static_assert(C % 2 == 0);
+    unrolled<C / 2>([&](int i) LLMQ_UNROLLED {
+      const __m256i a = load_words<kFormat>(heads[0], head_dim, d + 16 * i);
+      const __m256i b = load_words<kFormat>(heads[1], head_dim, d + 16 * i);
+      joined[2 * i] = {_mm256_unpacklo_epi16(a, b)};
+      joined[2 * i + 1] = {_mm256_unpackhi_epi16(a, b)};
+    });
+  }
+  static void store(Vector vector, uint32_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), vector.v); }
+
+  // sums[r] lane i = a[r] · heads[i]. Lanes of a key's sum are added up at last: for few rows that is less than to transpose
+  // the keys.
+  template <KVFormat kFormat, int R>
+  LLMQ_INLINE static void score_keys(const uint32_t* const* a, const uint8_t* const* heads, int head_dim, Sum (&sums)[R]) {
+    __m256i fours[2][R];
+    unrolled<2>([&](int four) LLMQ_UNROLLED {
+      __m256i pairs[2][R];
+      unrolled<2>([&](int pair) LLMQ_UNROLLED {
+        const uint8_t* const* two = heads + 4 * four + 2 * pair;
+        Sum one[R], other[R];
+        int d = 0;
+        const auto add_sixteen = [&](bool is_first) LLMQ_UNROLLED {
+          const Vector keys[2] = {{load_words<kFormat>(two[0], head_dim, d)}, {load_words<kFormat>(two[1], head_dim, d)}};
+          unrolled<R>([&](int r) LLMQ_UNROLLED {
+            Vector query = load(a[r] + d / 2);
+            asm("" : "+x"(query.v));  // loaded once
+            one[r] = is_first ? Sum{_mm256_madd_epi16(query.v, keys[0].v)} : Scores::add(one[r], query, keys[0]);
+            other[r] = is_first ? Sum{_mm256_madd_epi16(query.v, keys[1].v)} : Scores::add(other[r], query, keys[1]);
+          });
+          d += 16;
+        };
+        add_sixteen(true);
+        if (head_dim % 64 == 0) {
+          unrolled<3>([&](int) LLMQ_UNROLLED { add_sixteen(false); });
+          while (d < head_dim) unrolled<4>([&](int) LLMQ_UNROLLED { add_sixteen(false); });
+        } else {
+          while (d < head_dim) add_sixteen(false);
+        }
+        unrolled<R>([&](int r) LLMQ_UNROLLED {
+          pairs[pair][r] =
+              _mm256_add_epi32(_mm256_unpacklo_epi32(one[r].v, other[r].v), _mm256_unpackhi_epi32(one[r].v, other[r].v));
+        });
+      });
+      unrolled<R>([&](int r) LLMQ_UNROLLED {
+        fours[four][r] = _mm256_add_epi32(_mm256_unpacklo_epi64(pairs[0][r], pairs[1][r]),
+                                          _mm256_unpackhi_epi64(pairs[0][r], pairs[1][r]));
+      });
+    });
+    unrolled<R>([&](int r) LLMQ_UNROLLED {
+      sums[r].v = _mm256_add_epi32(_mm256_permute2x128_si256(fours[0][r], fours[1][r], 0x20),
+                                   _mm256_permute2x128_si256(fours[0][r], fours[1][r], 0x31));
+    });
+  }
+
+ private:
+  // Numbers [d, d + 16) of a head.
+  template <KVFormat kFormat>
+  LLMQ_INLINE static __m256i load_words(const uint8_t* head, int head_dim, int d) {
+    const auto bytes = [](const uint8_t* from) LLMQ_UNROLLED {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    };
+    if constexpr (kFormat == KVFormat::int8) return _mm256_cvtepi8_epi16(bytes(head + d));
+    if constexpr (kFormat == KVFormat::int4) {
+      // The first half of a head in the low nibbles.
+      const int half = head_dim / 2;
+      const __m256i codes = _mm256_cvtepu8_epi16(bytes(head + (d < half ? d : d - half)));
+      const __m256i nibbles = d < half ? _mm256_and_si256(codes, _mm256_set1_epi16(15)) : _mm256_srli_epi16(codes, 4);
+      return _mm256_sub_epi16(nibbles, _mm256_set1_epi16(8));
+    }
+  }
+};
+
 #endif
 
 #if defined(__AVX512BF16__)
@@ -330,7 +516,10 @@ struct PairUnits {
   static constexpr int kColumnsOfValues = 2 * F32::kWidth;
   static constexpr bool kTakesQueries = true;
   static constexpr bool kSumsExactly = false;
-  static constexpr bool reads(KVFormat format) { return format == KVFormat::bf16 || format == KVFormat::fp8; }
+  static constexpr bool kSumsAcross = false;
+  static constexpr bool reads(KVFormat format, int head_dim) {
+    return (format == KVFormat::bf16 || format == KVFormat::fp8) && head_dim % 2 == 0;
+  }
 
   struct Scores {
     static F32 add(F32 sum, F32 a, F32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
