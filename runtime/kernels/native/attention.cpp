@@ -20,7 +20,8 @@ int64_t padded_head_dim(int head_dim) { return (head_dim + 63) / 64 * 64; }
 int64_t scratch_floats(const AttentionCall& call) {
   const int64_t dim_k = padded_head_dim(call.keys.head_dim), dim_v = padded_head_dim(call.values.head_dim);
   const int64_t rows = std::max(kMostRows, call.num_heads);
-  return kKeySpan * (dim_k + dim_v + 2) + rows * (dim_k + 2 * dim_v + 8) + 16 * 16;
+  const int64_t scores = 2 * kKeySpan * 16;  // and weights, of a few rows
+  return kKeySpan * (dim_k + dim_v + 2) + rows * (dim_k + 2 * dim_v + 8) + scores + 16 * 16;
 }
 
 float* aligned(std::vector<float>& memory, int64_t floats) {

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int W = F32::kWidth;
 constexpr int kRowBlock = 6;  // rows whose sums stay in registers
+constexpr int kDirectRows = 16;  // of a KV head, for which K and V are not copied: decode, and some guesses
 constexpr int kColumns = W == 16 ? 4 : 2;  // vectors of a row that do
 
 // Below every score, and finite: a difference of two of them is a number.
@@ -89,6 +90,8 @@ class Task {
     query_scales_ = take(rows_);
     query_offsets_ = reinterpret_cast<int32_t*>(take(rows_));
     queries_ = reinterpret_cast<Unit*>(take(int64_t{rows_} * Units::kTerms * stride_q_));
+    scores_ = take(kDirectRows * kKeySpan);
+    weights_ = reinterpret_cast<Unit*>(take(kDirectRows * kWeightUnits));
   }
 
   void run() {
@@ -109,6 +112,8 @@ class Task {
   }
 
  private:
+  static constexpr int kWeightUnits = Units::kTerms * kKeySpan / Units::kDepth;  // of a row
+
   int first_position_of(const AttentionJob& job) const {
     return batch_.lengths[job.sequence] - batch_.num_queries(job.sequence) + job.first_query;
   }
@@ -166,25 +171,27 @@ class Task {
     here_ = next_;
     next_ = located;
     if (here_->start != span * kKeySpan) locate(job_, span, *here_);
+    const int rows = rows_ / job_.num_heads;
+    const bool is_direct = rows <= kDirectRows;
     // After the task's last span comes, probably, another task of this thread.
     const bool is_last = span + 1 == task_.end_span;
     const AttentionJob* job = is_last ? work_.next_job : &job_;
     if (job != nullptr) {
       locate(*job, is_last ? work_.next_task->first_span : span + 1, *next_);
       ahead_.start(*next_, call_.keys.head_bytes() * job->num_heads, call_.values.head_bytes() * job->num_heads,
-                   job_.num_heads);
+                   job_.num_heads, is_direct ? num_blocks(rows) : 1);
     }
-    const int rows = rows_ / job_.num_heads;
     for (int head = 0; head < job_.num_heads; head++) {
       load_scales(call_.keys, job_.first_head + head, key_scales_);
       load_scales(call_.values, job_.first_head + head, value_scales_);
-      const bool is_direct = rows <= kRowBlock;
-      if (!is_direct) {
+      if (is_direct) {
+        add_rows(head * rows, rows, true);
+      } else {
         load_keys();
         load_values();
-      }
-      for (int row = 0; row < rows; row += kRowBlock) {
-        add_rows(head * rows + row, least(kRowBlock, rows - row), is_direct);
+        for (int row = 0; row < rows; row += kRowBlock) {
+          add_rows(head * rows + row, least(kRowBlock, rows - row), false);
+        }
       }
       ahead_.order_rest(head);
       if (head + 1 < job_.num_heads) here_->to_next_head(call_);
@@ -242,22 +249,24 @@ class Task {
   struct Ahead {
     const Span* span = nullptr;
     int64_t key_bytes = 0, value_bytes = 0;  // of all heads of the span
-    int heads = 1;                       // that are computed meanwhile
-    int next = 0, end = 0;           // keys
-    int credit = 0;                  // a key's worth for each head
+    int heads = 1;           // that are computed meanwhile
+    int blocks = 1;          // of rows, each head's
+    int next = 0, end = 0;   // keys
+    int credit = 0;          // a key's worth for each block of each head
 
-    void start(const Span& of, int64_t of_key_bytes, int64_t of_value_bytes, int computed_heads) {
+    void start(const Span& of, int64_t of_key_bytes, int64_t of_value_bytes, int computed_heads, int row_blocks) {
       span = &of;
       key_bytes = of_key_bytes;
       value_bytes = of_value_bytes;
       heads = computed_heads;
+      blocks = row_blocks;
       next = of.first;
       end = of.end;
       credit = 0;
     }
     LLMQ_INLINE void order(int keys) {
       credit += keys;
-      for (; credit >= heads && next < end; next++, credit -= heads) {
+      for (; credit >= heads * blocks && next < end; next++, credit -= heads * blocks) {
         order_lines(span->keys[next], key_bytes);
         order_lines(span->values[next], value_bytes);
       }
@@ -266,7 +275,7 @@ class Task {
     void order_rest(int head) {
       const int until = least(end, (head + 1) * kKeySpan / heads);
       credit = 0;
-      if (next < until) order((until - next) * heads);
+      if (next < until) order((until - next) * heads * blocks);
     }
   };
 
@@ -341,7 +350,7 @@ class Task {
   template <KVFormat kFormat>
   void transpose_keys(Format<kFormat>, int tile, Unit* to, const uint8_t* const* near = nullptr) {
     for (int key = 0; key < kKeyTile; key += W) {
-      ahead_.order(near == nullptr ? W / 4 : W / 2);
+      ahead_.order(near == nullptr ? W / 4 : W / 2 * ahead_.blocks);
       if (near != nullptr) order_near(near + key, W, call_.keys.head_bytes());
       for (int first = 0; first < units_; first += W) {
         const int count = least(W, units_ - first);
@@ -372,6 +381,9 @@ class Task {
     }
   }
 
+  // A tile of which no row sees anything changes nothing: rows are summed in any company.
+  //
+  // Directly: numbers of K and V go from the store into sums, which are the same. Else they are in keys_ and values_ by now.
   void add_rows(int row, int count, bool is_direct) {
     const int first = most(batch_.first_key(position(row)) - here_->start, 0);
     const int end = least(position(row + count - 1) + 1 - here_->start, kKeySpan);
@@ -380,64 +392,53 @@ class Task {
       return;
     }
     const int first_tile = first / kKeyTile, end_tile = (end + kKeyTile - 1) / kKeyTile;
-    switch (count) {
-      case 1: return add_row_block<1>(row, first_tile, end_tile, is_direct);
-      case 2: return add_row_block<2>(row, first_tile, end_tile, is_direct);
-      case 3: return add_row_block<3>(row, first_tile, end_tile, is_direct);
-      case 4: return add_row_block<4>(row, first_tile, end_tile, is_direct);
-      case 5: return add_row_block<5>(row, first_tile, end_tile, is_direct);
-      case 6: return add_row_block<6>(row, first_tile, end_tile, is_direct);
-    }
-  }
-
-  // A tile of which no row sees anything changes nothing: rows are summed in any company.
-  //
-  // Directly, where this is the only block of rows: numbers of K and V go from the store into sums, which are the same.
-  // Else they are in keys_ and values_ by now.
-  template <int R>
-  void add_row_block(int row, int first_tile, int end_tile, bool is_direct) {
-    alignas(64) float scores[R][kKeySpan];
-    alignas(64) Unit weights[R][Units::kTerms * kKeySpan / Units::kDepth];
-    const Unit* a[R];
-    for (int r = 0; r < R; r++) a[r] = query_units(row + r);
+    const Unit* queries[kDirectRows];
+    for (int r = 0; r < count; r++) queries[r] = query_units(row + r);
     if (is_direct) {
-      with_format(call_.keys.format, [&](auto format) { score_directly(format, a, row, first_tile, end_tile, scores); });
+      with_format(call_.keys.format, [&](auto format) { score_directly(format, queries, row, count, first_tile, end_tile); });
     } else {
       for (int tile = first_tile; tile < end_tile; tile++) {
         ahead_.order(kKeyTile / 4);
-        score_tile(a, row, keys_ + tile * kKeyTile * units_, tile, scores);
+        score_tile(queries, row, count, keys_ + tile * kKeyTile * units_, tile);
       }
     }
-    float factor[R];
-    const int first = first_tile * kKeyTile, end = end_tile * kKeyTile;
-    for (int r = 0; r < R; r++) {
-      ahead_.order(kKeyTile / 8);
-      weigh(row + r, first, end, scores[r]);
-      factor[r] = Units::store_weights(scores[r], first, end, weights[r]);
-      a[r] = weights[r] + first / Units::kDepth;
+    weigh_and_mix(row, count, first_tile * kKeyTile, end_tile * kKeyTile, is_direct);
+  }
+
+  // As equal as can be: a block's work on K and V is for all of its rows.
+  static constexpr int num_blocks(int rows) { return (rows + kRowBlock - 1) / kRowBlock; }
+  template <int kRows> struct Rows {};
+  // body(first, Rows<…>{}) for each block of `count` rows.
+  template <class Body>
+  LLMQ_INLINE static void for_blocks(int count, Body&& body) {
+    const int blocks = num_blocks(count);
+    for (int block = 0; block < blocks; block++) {
+      const int first = count * block / blocks;
+      switch (count * (block + 1) / blocks - first) {
+        case 1: body(first, Rows<1>{}); break;
+        case 2: body(first, Rows<2>{}); break;
+        case 3: body(first, Rows<3>{}); break;
+        case 4: body(first, Rows<4>{}); break;
+        case 5: body(first, Rows<5>{}); break;
+        case 6: body(first, Rows<6>{}); break;
+      }
     }
-    if (is_direct) {
-      with_format(call_.values.format, [&](auto format) { mix_directly<R>(format, weights[0], row, first, end, factor); });
-      return;
-    }
-    const Unit* values = values_ + first / Units::kDepth * stride_v_;
-    const int units = (end - first) / Units::kDepth;
-    int column = 0;
-    for (; column + kColumns * W <= stride_v_; column += kColumns * W) {
-      mix<R, kColumns>(a, values + column, units, row, column, factor);
-    }
-    for (; column < stride_v_; column += W) mix<R, 1>(a, values + column, units, row, column, factor);
   }
 
   // Scores of a tile's keys, of which `keys` has the units.
+  void score_tile(const Unit* const* queries, int row, int count, const Unit* keys, int tile) {
+    for_blocks(count, [&](int first, auto rows) {
+      score_block(rows, queries + first, row + first, keys, tile, scores_of(first));
+    });
+  }
   template <int R>
-  LLMQ_INLINE void score_tile(const Unit* const* a, int row, const Unit* keys, int tile, float (&scores)[R][kKeySpan]) {
+  void score_block(Rows<R>, const Unit* const* a, int row, const Unit* keys, int tile, float* scores) {
     for (int column = 0; column < kKeyTile; column += kColumns * W) {
       Sum sums[R][kColumns] = {};
       add_products<Units, typename Units::Scores, R, kColumns>(a, stride_q_, keys + column, kKeyTile, units_, sums);
       unrolled<R>([&](int r) LLMQ_UNROLLED {
         unrolled<kColumns>([&](int c) LLMQ_UNROLLED {
-          store_score(sums[r][c], row + r, tile * kKeyTile + column + c * W, scores[r]);
+          store_score(sums[r][c], row + r, tile * kKeyTile + column + c * W, scores + r * kKeySpan);
         });
       });
     }
@@ -445,20 +446,38 @@ class Task {
   LLMQ_INLINE void store_score(Sum sum, int row, int key, float* scores) const {
     (Units::score(sum, query_offsets_[row]) * F32::load(key_scales_ + key) * F32::all(query_scales_[row])).store(scores + key);
   }
+  // Of the first-th row that is added.
+  float* scores_of(int first) { return scores_ + first * kKeySpan; }
 
+  // From the store into sums, which are the same.
+  template <KVFormat kFormat>
+  void score_directly(Format<kFormat> format, const Unit* const* queries, int row, int count, int first_tile, int end_tile) {
+    if constexpr (Units::kSumsExactly) {
+      // Another block would transpose the keys again.
+      if (Units::kSumsAcross || num_blocks(count) == 1) {
+        for_blocks(count, [&](int first, auto rows) {
+          score_in_registers(format, rows, queries + first, row + first, first_tile, end_tile, scores_of(first));
+        });
+        return;
+      }
+    }
+    for (int tile = first_tile; tile < end_tile; tile++) {
+      const uint8_t* const* near =
+          tile + 1 < end_tile ? here_->keys + (tile + 1) * kKeyTile : here_->values + first_tile * kKeyTile;
+      transpose_keys(format, tile, keys_, near);
+      score_tile(queries, row, count, keys_, tile);
+    }
+  }
   template <KVFormat kFormat, int R>
-  void score_directly(Format<kFormat> format, const Unit* const* a, int row, int first_tile, int end_tile,
-                      float (&scores)[R][kKeySpan]) {
-    if constexpr (Units::kSumsAcross) {
-      for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
-        ahead_.order(W / 2);
+  void score_in_registers(Format<kFormat>, Rows<R>, const Unit* const* a, int row, int first_tile, int end_tile,
+                          float* scores) {
+    for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
+      ahead_.order(W / 2);
+      if constexpr (Units::kSumsAcross) {
         Sum sums[R];
         Units::template score_keys<kFormat>(a, here_->keys + key, dim_k_, sums);
-        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(sums[r], row + r, key, scores[r]); });
-      }
-    } else if constexpr (Units::kSumsExactly) {
-      for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
-        ahead_.order(W / 2);
+        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(sums[r], row + r, key, scores + r * kKeySpan); });
+      } else {
         Sum sums[R][Units::kTerms] = {};
         for (int first = 0; first < units_; first += W) {
           F32 rows[W];
@@ -475,16 +494,41 @@ class Task {
             });
           });
         }
-        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(Units::total(sums[r]), row + r, key, scores[r]); });
-      }
-    } else {
-      for (int tile = first_tile; tile < end_tile; tile++) {
-        const uint8_t* const* near =
-            tile + 1 < end_tile ? here_->keys + (tile + 1) * kKeyTile : here_->values + first_tile * kKeyTile;
-        transpose_keys(format, tile, keys_, near);
-        score_tile(a, row, keys_, tile, scores);
+        unrolled<R>([&](int r) LLMQ_UNROLLED {
+          store_score(Units::total(sums[r]), row + r, key, scores + r * kKeySpan);
+        });
       }
     }
+  }
+
+  void weigh_and_mix(int row, int count, int first, int end, bool is_direct) {
+    float factor[kDirectRows];
+    for (int r = 0; r < count; r++) {
+      ahead_.order(kKeyTile / 8);
+      weigh(row + r, first, end, scores_of(r));
+      factor[r] = Units::store_weights(scores_of(r), first, end, weights_ + r * kWeightUnits);
+    }
+    if (is_direct) {
+      with_format(call_.values.format, [&](auto format) {
+        for_blocks(count, [&](int block, auto rows) {
+          mix_directly(format, rows, weights_ + block * kWeightUnits, row + block, first, end, factor + block);
+        });
+      });
+    } else {
+      for_blocks(count, [&](int block, auto rows) { mix_copied(rows, block, row + block, first, end, factor + block); });
+    }
+  }
+  template <int R>
+  void mix_copied(Rows<R>, int block, int row, int first, int end, const float* factor) {
+    const Unit* a[R];
+    for (int r = 0; r < R; r++) a[r] = weights_ + (block + r) * kWeightUnits + first / Units::kDepth;
+    const Unit* values = values_ + first / Units::kDepth * stride_v_;
+    const int units = (end - first) / Units::kDepth;
+    int column = 0;
+    for (; column + kColumns * W <= stride_v_; column += kColumns * W) {
+      mix<R, kColumns>(a, values + column, units, row, column, factor);
+    }
+    for (; column < stride_v_; column += W) mix<R, 1>(a, values + column, units, row, column, factor);
   }
 
   // A row's scores of the span's keys [first, end) -> weights, times the scales of V.
@@ -542,7 +586,7 @@ class Task {
 
   // weights: [R, kTerms, kKeySpan / kDepth]
   template <int R, KVFormat kFormat>
-  void mix_directly(Format<kFormat> format, const Unit* weights, int row, int first, int end, const float* factor) {
+  void mix_directly(Format<kFormat> format, Rows<R>, const Unit* weights, int row, int first, int end, const float* factor) {
     constexpr int C = columns_at_once(R), kRest = Units::kColumnsOfValues / W;
     int column = 0;
     for (; column + C * W <= stride_v_; column += C * W) mix_columns<R, C>(format, weights, row, first, end, column, factor);
@@ -650,6 +694,8 @@ class Task {
   float* query_scales_;
   int32_t* query_offsets_;
   Unit* queries_;
+  float* scores_;    // [kDirectRows, kKeySpan], of the rows that are being added
+  Unit* weights_;    // [kDirectRows, kTerms, kKeySpan / kDepth]
 };
 
 // Whether units are for both planes of a call, whose queries are not float32's.

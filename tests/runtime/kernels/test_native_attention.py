@@ -72,7 +72,7 @@ def defined(queries, keys, values, before, window, scale, softcap):
         min_size=1,
         max_size=4,
     ),
-    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (8, 1), (32, 8)]),
+    heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (8, 1), (14, 2), (16, 1), (17, 1), (32, 8)]),
     head_dim=st.sampled_from([8, 12, 64, 80, 128, 192]),
     window=st.sampled_from([None, None, 1, 7, 64, 300]),
     block_tokens=st.sampled_from([1, 4, 16, 24]),

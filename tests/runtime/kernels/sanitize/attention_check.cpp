@@ -113,8 +113,10 @@ template <class Number>
 bool attend(KVFormat key_format, KVFormat value_format) {
   const Step step = random_step();
   const bool is_even = key_format == KVFormat::int4 || value_format == KVFormat::int4 || random_below(2) == 0;
-  const int num_kv_heads = 1 + static_cast<int>(random_below(3)), group = 1 + static_cast<int>(random_below(5));
-  const auto random_dim = [&] { return 1 + static_cast<int>(random_below(140)); };
+  const int num_kv_heads = 1 + static_cast<int>(random_below(3)), group = 1 + static_cast<int>(random_below(18));
+  const auto random_dim = [] {
+    return static_cast<int>(random_below(2) ? 1 + random_below(140) : 16 * (1 + random_below(9)));
+  };
   int key_dim = random_dim(), value_dim = random_below(2) ? key_dim : random_dim();
   if (is_even) {
     key_dim += key_dim % 2;
