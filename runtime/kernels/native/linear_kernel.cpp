@@ -35,17 +35,14 @@ constexpr int64_t kRowsOfTask = 192;  // that share it
 // Few rows fetch into the second-level cache, many into the first.
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchMostOfFewRows = 448 << 10, kPrefetchAhead = 2048;
 
-// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
-constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
-
 constexpr int64_t line_bytes(Numbers numbers) { return bits_of(numbers) * kLane; }  // of 8 inputs and kLane outputs
 
 // ---- The input, made ready
 
-// Exact: pairs of inputs, and where a weight is asymmetric the sum of each group.
+// Exact: pairs of inputs, times places_of_inputs, and where has_corrections the sum of each group.
 struct ExactInput {
   using Item = InputPair;
-  static constexpr int kItemsOfStep = 4;  // of 8 inputs
+  static constexpr int kItemsOfStep = kPairsOfStep;  // of 8 inputs
   const InputPair* items;
   int64_t stride;
   const float* sums;  // [rows][groups]
@@ -54,23 +51,50 @@ struct ExactInput {
 // Pairs as well, of which a scale is taken out: x is, or is about, scale * q. What fp8 weights multiply.
 struct ScaledInput {
   using Item = InputPair;
-  static constexpr int kItemsOfStep = 4;
+  static constexpr int kItemsOfStep = kPairsOfStep;
   const InputPair* items;
   int64_t stride;
   const float* scales;  // [rows][groups]
   const float* sums;    // none: fp8 is symmetric
 };
 
-// Rounded: four int8 an item. x is about scale * q.
-struct RoundedInput {
-  using Item = int32_t;
-  static constexpr int kItemsOfStep = 2;
-  const int32_t* items;
+// Rounded: four int8 or two int16 an item. x is about scale * q.
+template <class NumberType, class ItemType>
+struct Rounded {
+  using Number = NumberType;
+  using Item = ItemType;
+  static constexpr int kItemsOfStep = 8 * sizeof(Number) / sizeof(Item);
+  const Item* items;
   int64_t stride;
   const float* sums;     // [rows][groups], scale * (sum of q)
   const float* scales;   // [rows][groups]
   const int32_t* starts;  // [rows][groups], -(sum of q) * (zero of a symmetric weight): what a sum of u * q begins with
 };
+using RoundedInput = Rounded<int8_t, int32_t>;
+#ifdef __AVX512F__
+using RoundedInt8 = RoundedInput;  // of int8 weights
+#else
+using RoundedWords = Rounded<int16_t, InputWords>;
+using RoundedInt8 = RoundedWords;
+#endif
+
+// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
+template <class Input>
+constexpr int64_t direct_tiles(Numbers numbers) {
+  if (numbers == Numbers::fp8) return 1;
+  return std::is_same_v<Input, ExactInput> ? kExactDirectTiles : 2;
+}
+
+// What is taken off u before it is multiplied.
+template <class Input>
+LLMQ_INLINE int center_of(const PackedWeight& w) {
+  return std::is_same_v<Input, ExactInput> ? exact_center(w.numbers_type, w.center()) : w.center();
+}
+// Whether the sum of a group's inputs is needed.
+template <class Input>
+bool has_corrections(const PackedWeight& w) {
+  return w.zeros || w.offsets || center_of<Input>(w) != w.center();
+}
 
 struct Rows {
   const uint16_t* x;
@@ -122,13 +146,25 @@ void store_items(const float* x, int64_t count, InputPair* items) {
 #endif
 }
 
-void prepare_row(const PackedWeight& w, const float* x, InputPair* items, float* sums) {
-  store_items(x, w.padded_in(), items);
-  if (!sums) return;
+void sum_groups(const PackedWeight& w, const float* x, float* sums) {
   for (int64_t g = 0; g < w.num_groups(); g++) {
     const int64_t first = g * w.group_size, end = min(first + w.group_size, w.in_features);
     sums[g] = sum(x + first, end - first);
   }
+}
+
+// x times places_of_inputs. Beyond `count` there is room for a vector.
+void scale_inputs(Numbers numbers, float* x, int64_t count) {
+  const float* places = places_of_inputs(numbers);
+  if (!places) return;
+  const Floats factors = load_floats(places);
+  for (int64_t k = 0; k < count; k += kLane) store_floats(x + k, multiply(load_floats(x + k), factors));
+}
+
+void prepare_row(const PackedWeight& w, float* x, InputPair* items, float* sums) {
+  if (sums) sum_groups(w, x, sums);
+  scale_inputs(w.numbers_type, x, w.padded_in());
+  store_items(x, w.padded_in(), items);
 }
 
 // max|x|, or at least 1e-12; NaN where one of x is, so that what it scales is too.
@@ -144,7 +180,8 @@ float largest(const float* x, int64_t count) {
   return result;
 }
 
-void prepare_row(const PackedWeight& w, Activations activations, const float* x, int8_t* q, float* sums, float* scales,
+template <class Number>
+void prepare_row(const PackedWeight& w, Activations activations, const float* x, Number* q, float* sums, float* scales,
                  int32_t* starts) {
   const int32_t center = w.center();
   const int64_t groups = w.num_groups();
@@ -160,7 +197,7 @@ void prepare_row(const PackedWeight& w, Activations activations, const float* x,
     }
     // A checkpoint's own rounding is by division; a product costs a tenth of it.
     const Floats divisor = broadcast(scale), factor = broadcast(by_group ? 127 / most : 0);
-    const auto rounded = [&](int64_t k, int8_t* to) {
+    const auto rounded = [&](int64_t k, Number* to) {
       const Floats v = load_floats(x + k);
       return round_to_int8(by_group ? multiply(v, factor) : divide(v, divisor), to);
     };
@@ -169,9 +206,9 @@ void prepare_row(const PackedWeight& w, Activations activations, const float* x,
     for (; k + kLane <= end; k += kLane) sums_of_lanes = add_ints(sums_of_lanes, rounded(k, q + k));
     int32_t total = sum_of_ints(sums_of_lanes);
     if (k < end) {
-      int8_t sixteen[kLane];
+      Number sixteen[kLane];
       rounded(k, sixteen);
-      memcpy(q + k, sixteen, end - k);
+      memcpy(q + k, sixteen, (end - k) * sizeof(Number));
       for (int64_t i = 0; i < end - k; i++) total += sixteen[i];
     }
     scales[g] = scale;
@@ -222,14 +259,14 @@ float* row_of_floats(const PackedWeight& w) {
 }
 
 ExactInput prepare_exact(const PackedWeight& w, Rows rows, int64_t num_rows, InputMemory& memory) {
-  const bool needs_sums = w.zeros || w.offsets;
+  const bool needs_sums = has_corrections<ExactInput>(w);
 #ifdef __AVX512BF16__
   const bool are_apart = num_rows <= kFewRows || !share_a_set(rows.stride * 2);
   if (!needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0 && are_apart) {
     return {reinterpret_cast<const InputPair*>(rows.x), rows.stride / 2, nullptr};
   }
 #endif
-  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 2), groups = w.num_groups();
+  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 8 * kPairsOfStep), groups = w.num_groups();
   auto* items = memory.items.get<InputPair>(num_rows * stride);
   float* sums = needs_sums ? memory.sums.get<float>(num_rows * groups) : nullptr;
   for_rows(num_rows, [&](int64_t row) {
@@ -249,7 +286,7 @@ ScaledInput prepare_scaled(const PackedWeight& w, Activations activations, Rows 
     for (int64_t index = 0; index < num_rows * groups; index++) scales[index] = 1;
     return {x.items, x.stride, scales, nullptr};
   }
-  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 2);
+  const int64_t stride = padded_stride<InputPair>(w.padded_in() / 8 * kPairsOfStep);
   auto* items = memory.items.get<InputPair>(num_rows * stride);
   for_rows(num_rows, [&](int64_t row) {
     float* x = row_of_floats(w);
@@ -259,17 +296,19 @@ ScaledInput prepare_scaled(const PackedWeight& w, Activations activations, Rows 
   return {items, stride, scales, nullptr};
 }
 
-RoundedInput prepare_rounded(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows,
-                             InputMemory& memory) {
-  const int64_t stride = padded_stride<int32_t>(w.padded_in() / 4), groups = w.num_groups();
-  auto* items = memory.items.get<int32_t>(num_rows * stride);
+template <class Input>
+Input prepare_rounded(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows, InputMemory& memory) {
+  using Number = typename Input::Number;
+  using Item = typename Input::Item;
+  const int64_t stride = padded_stride<Item>(w.padded_in() / 8 * Input::kItemsOfStep), groups = w.num_groups();
+  auto* items = memory.items.get<Item>(num_rows * stride);
   auto* sums = memory.sums.get<float>(num_rows * groups);
   auto* scales = memory.scales.get<float>(num_rows * groups);
   auto* starts = memory.starts.get<int32_t>(num_rows * groups);
   for_rows(num_rows, [&](int64_t row) {
     float* x = row_of_floats(w);
     gather(w, rows.x + row * rows.stride, x);
-    prepare_row(w, activations, x, reinterpret_cast<int8_t*>(items + row * stride), sums + row * groups,
+    prepare_row(w, activations, x, reinterpret_cast<Number*>(items + row * stride), sums + row * groups,
                 scales + row * groups, starts + row * groups);
   });
   return {items, stride, sums, scales, starts};
@@ -298,13 +337,15 @@ LLMQ_INLINE Floats load_scale(const PackedWeight& w, const void* p, const uint16
   }
 }
 
-// What a group's sum of (centered u) * x is multiplied with, and what the sum of its x is: by blocks of outputs.
+// What a group's sum of (u - center) * x is multiplied with, and what the sum of its x is: by blocks of outputs.
 struct GroupScale {
   Floats scale, correction;
 };
 
+template <class Input>
 LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t group) {
-  const Floats center = broadcast(static_cast<float>(w.center()));
+  const int taken_off = center_of<Input>(w);
+  const Floats center = broadcast(static_cast<float>(taken_off));
   const Floats scale = load_scale(w, w.scales, w.outer_scales, block, group);
   if (w.offsets) {
     return {scale, multiply_add(center, scale, load_scale(w, w.offsets, w.outer_offsets, block, group))};
@@ -313,7 +354,7 @@ LLMQ_INLINE GroupScale load_group(const PackedWeight& w, int64_t block, int64_t 
     const Floats zero = load_uint8(w.zeros + index_of_group(w, block, group));
     return {scale, multiply(subtract(center, zero), scale)};
   }
-  return {scale, zero_floats()};
+  return {scale, multiply(broadcast(static_cast<float>(taken_off - w.center())), scale)};
 }
 
 // Orders what load_group will read.
@@ -331,19 +372,19 @@ LLMQ_INLINE void prefetch_group(const PackedWeight& w, int64_t block, int64_t gr
 
 // The weights of 8 inputs.
 template <Numbers kNumbers>
-LLMQ_INLINE void expand(const uint8_t* p, Pair out[4]) {
+LLMQ_INLINE void expand(const uint8_t* p, Pair out[kPairsOfStep]) {
   if constexpr (kNumbers == Numbers::int4) {
     expand_int4(p, out);
   } else if constexpr (kNumbers == Numbers::int3) {
     expand_int3(p, out);
   } else if constexpr (kNumbers == Numbers::int8) {
     expand_int8_line(p, out);
-    expand_int8_line(p + 64, out + 2);
+    expand_int8_line(p + 64, out + kPairsOfStep / 2);
   } else if constexpr (kNumbers == Numbers::fp8) {
     expand_e4m3_line(p, out);
-    expand_e4m3_line(p + 64, out + 2);
+    expand_e4m3_line(p + 64, out + kPairsOfStep / 2);
   } else {
-    for (int i = 0; i < 4; i++) out[i] = expand_bf16_line(p + 64 * i);
+    for (int i = 0; i < 4; i++) expand_bf16_line(p + 64 * i, out + kPairsOfStep / 4 * i);
   }
 }
 template <Numbers kNumbers>
@@ -358,16 +399,33 @@ LLMQ_INLINE void expand(const uint8_t* p, Ints out[2]) {
   }
 }
 
+#ifndef __AVX512F__
+template <Numbers kNumbers>
+LLMQ_INLINE void expand(const uint8_t* p, WordLine out[4]) {
+  expand_to_words(p, out);
+  expand_to_words(p + 64, out + 2);
+}
+#endif
+
 LLMQ_INLINE Floats begin_sum(const ExactInput&, int64_t) { return zero_floats(); }
 LLMQ_INLINE Floats begin_sum(const ScaledInput&, int64_t) { return zero_floats(); }
-LLMQ_INLINE Ints begin_sum(const RoundedInput& x, int64_t index) { return broadcast_int(x.starts[index]); }
+template <class Number, class Item>
+LLMQ_INLINE Ints begin_sum(const Rounded<Number, Item>& x, int64_t index) {
+  return broadcast_int(x.starts[index]);
+}
 LLMQ_INLINE Floats add_product(Floats sum, const Pair& w, const InputPair* x) { return dot_pair(sum, w, x); }
+#ifdef __AVX512F__
 LLMQ_INLINE Ints add_product(Ints sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
+#else
+LLMQ_INLINE WordSums add_product(WordSums sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
+LLMQ_INLINE Ints add_product(Ints sum, const WordLine& w, const InputWords* x) { return dot_words(sum, w, x); }
+#endif
 LLMQ_INLINE Floats end_sum(const ExactInput&, int64_t, Floats sum) { return sum; }
 LLMQ_INLINE Floats end_sum(const ScaledInput& x, int64_t index, Floats sum) {
   return multiply(sum, broadcast(x.scales[index]));
 }
-LLMQ_INLINE Floats end_sum(const RoundedInput& x, int64_t index, Ints sum) {
+template <class Number, class Item>
+LLMQ_INLINE Floats end_sum(const Rounded<Number, Item>& x, int64_t index, Ints sum) {
   return multiply(to_floats(sum), broadcast(x.scales[index]));
 }
 
@@ -377,6 +435,7 @@ template <>
 struct KindOf<ExactInput> {
   using Weight = Pair;
   using Sum = Floats;
+  static constexpr bool kHasProducts = false;
   static constexpr int kTileRows = kExactTileRows, kGroupedTileRows = kExactGroupedTileRows;
   static constexpr bool kHoldsTotals = kExactHoldsTotals;
   static constexpr int64_t kWeightBytes = kPairBytes;
@@ -387,10 +446,47 @@ template <>
 struct KindOf<RoundedInput> {
   using Weight = Ints;
   using Sum = Ints;
+#ifdef __AVX512F__
+  static constexpr bool kHasProducts = false;
+#else
+  static constexpr bool kHasProducts = true;
+  using Products = WordSums;
+#endif
   static constexpr int kTileRows = kRoundedTileRows, kGroupedTileRows = kRoundedGroupedTileRows;
   static constexpr bool kHoldsTotals = kRoundedHoldsTotals;
   static constexpr int64_t kWeightBytes = 64;
 };
+#ifndef __AVX512F__
+template <>
+struct KindOf<RoundedWords> : KindOf<RoundedInput> {
+  using Weight = WordLine;
+  static constexpr bool kHasProducts = false;
+};
+#endif
+
+// add(sums, until) up to `end`. Where products are summed in less than a Sum first (Products), run by run.
+template <class Input, int kRows, int kBlocks, class Add>
+LLMQ_INLINE void add_up_to(int64_t end, int64_t& at, int64_t run, typename KindOf<Input>::Sum (&sums)[kRows][kBlocks],
+                           const Add& add) {
+  if constexpr (!KindOf<Input>::kHasProducts) {
+    add(sums, end);
+  } else {
+    while (at < end) {
+      typename KindOf<Input>::Products products[kRows][kBlocks];
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 8
+        for (int b = 0; b < kBlocks; b++) set_to_zero(products[r][b]);
+      }
+      add(products, min(end, at + run));
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 8
+        for (int b = 0; b < kBlocks; b++) sums[r][b] = add_words(sums[r][b], products[r][b]);
+      }
+    }
+  }
+}
 
 // ---- The output
 
@@ -455,7 +551,7 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
   constexpr int64_t kLineBytes = line_bytes(kNumbers);
   const int64_t block_bytes = w.block_bytes(), groups = w.num_groups();
   const int64_t steps = w.padded_in() / 8, steps_of_group = kNumbers == Numbers::bf16 ? steps : w.group_size / 8;
-  const bool has_corrections = w.zeros || w.offsets;
+  const bool corrects = has_corrections<Input>(w);
   Ahead ahead = lines_ahead(w, kLineBytes, kBlocks, block, end_block);
   const uint8_t* lines = w.numbers + block * block_bytes;
   const typename Input::Item* items = x.items + row * x.stride;
@@ -470,36 +566,40 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
       for (auto& sum : sums[r]) sum = begin_sum(x, (row + r) * groups + group);
     }
     const int64_t end = group + 1 == groups ? steps : step + steps_of_group;
-    for (; step < end; step++) {
+    add_up_to<Input>(end, step, kMostProducts / kItems, sums, [&](auto& products, int64_t until) LLMQ_UNROLLED {
+      for (; step < until; step++) {
 #pragma GCC unroll 8
-      for (int b = 0; b < kBlocks; b++) {
-        const uint8_t* p = lines + b * block_bytes;
-        for (int64_t line = 0; line < kLineBytes; line += 64) {
-          __builtin_prefetch(ahead.from + b * ahead.of_block + line, 0, 2);
-        }
-        Weight weights[kItems];
-        expand<kNumbers>(p, weights);
-#pragma GCC unroll 4
-        for (int i = 0; i < kItems; i++) {
+        for (int b = 0; b < kBlocks; b++) {
+          const uint8_t* p = lines + b * block_bytes;
+          for (int64_t line = 0; line < kLineBytes; line += 64) {
+            __builtin_prefetch(ahead.from + b * ahead.of_block + line, 0, 2);
+          }
+          Weight weights[kItems];
+          expand<kNumbers>(p, weights);
+#pragma GCC unroll 8
+          for (int i = 0; i < kItems; i++) {
 #pragma GCC unroll 12
-          for (int r = 0; r < kRows; r++) sums[r][b] = add_product(sums[r][b], weights[i], items + r * x.stride + i);
+            for (int r = 0; r < kRows; r++) {
+              products[r][b] = add_product(products[r][b], weights[i], items + r * x.stride + i);
+            }
+          }
         }
+        lines += kLineBytes;
+        items += kItems;
+        ahead.from += ahead.of_step;
       }
-      lines += kLineBytes;
-      items += kItems;
-      ahead.from += ahead.of_step;
-    }
+    });
     for (int b = 0; b < kBlocks; b++) {
       if constexpr (kNumbers == Numbers::bf16) {
         for (int r = 0; r < kRows; r++) totals[r][b] = end_sum(x, 0, sums[r][b]);
       } else {
-        const GroupScale scale = load_group(w, block + b, group);
+        const GroupScale scale = load_group<Input>(w, block + b, group);
         prefetch_group(w, block + b + kBlocks, group);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
           const int64_t index = (row + r) * groups + group;
           totals[r][b] = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, totals[r][b]);
-          if (has_corrections) totals[r][b] = multiply_add(scale.correction, broadcast(x.sums[index]), totals[r][b]);
+          if (corrects) totals[r][b] = multiply_add(scale.correction, broadcast(x.sums[index]), totals[r][b]);
         }
       }
     }
@@ -536,13 +636,16 @@ void few_rows_of_block(int rows, const PackedWeight& w, const Input& x, int64_t 
   }
 }
 
+// One more than a tile's, halved.
+constexpr int kFewestOfTile = kDirectTileRows / 2 < kFewRows ? (kDirectTileRows + 1) / 2 : kFewRows;
+
 template <Numbers kNumbers, class Input>
 void some_rows(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
   const int64_t tiles = (num_rows + kDirectTileRows - 1) / kDirectTileRows;
   thread_pool().parallel_runs(w.num_blocks(), [&](int64_t block, int64_t end_of_run) {
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t first = num_rows * t / tiles, rows = num_rows * (t + 1) / tiles - first;
-      few_rows_of_block<kNumbers, kFewRows>(static_cast<int>(rows), w, x, first, block, end_of_run, sink);
+      few_rows_of_block<kNumbers, kFewestOfTile>(static_cast<int>(rows), w, x, first, block, end_of_run, sink);
     }
   });
 }
@@ -564,6 +667,10 @@ LLMQ_INLINE Pair load_weight(const uint8_t* p, Pair*) { return load_pair(p); }
 LLMQ_INLINE Ints load_weight(const uint8_t* p, Ints*) { return load_line(p); }
 LLMQ_INLINE void store_weight(uint8_t* p, const Pair& w) { store_pair(p, w); }
 LLMQ_INLINE void store_weight(uint8_t* p, const Ints& w) { store_line(p, w); }
+#ifndef __AVX512F__
+LLMQ_INLINE WordLine load_weight(const uint8_t* p, WordLine*) { return {load_line(p)}; }
+LLMQ_INLINE void store_weight(uint8_t* p, const WordLine& w) { store_line(p, w.v); }
+#endif
 
 LLMQ_INLINE Floats load_sum(const float* p, Floats*) { return load_floats(p); }
 LLMQ_INLINE Ints load_sum(const float* p, Ints*) { return load_line(reinterpret_cast<const uint8_t*>(p)); }
@@ -574,7 +681,7 @@ LLMQ_INLINE void store_sum(float* p, Ints v) { store_line(reinterpret_cast<uint8
 // sum there from stretch to stretch; others end within a stretch and leave the total of what is scaled.
 template <int kRows, int kBlocks, bool kOneGroup, bool kPrefetches, class Input>
 void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups, bool is_first,
-          bool has_corrections, float* totals) {
+          bool corrects, float* totals) {
   using Sum = typename KindOf<Input>::Sum;
   using Weight = typename KindOf<Input>::Weight;
   const typename Input::Item* items = x.items + row * x.stride + first_item;
@@ -606,21 +713,23 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
       }
     }
     const int64_t end = min(panel.num_items, item + panel.items_of_group);
-    for (; item < end; item++) {
-      Weight w[kBlocks];
+    add_up_to<Input>(end, item, kMostProducts, sums, [&](auto& products, int64_t until) LLMQ_UNROLLED {
+      for (; item < until; item++) {
+        Weight w[kBlocks];
 #pragma GCC unroll 2
-      for (int b = 0; b < kBlocks; b++) {
-        w[b] = load_weight(weights + b * panel.block_stride, static_cast<Weight*>(nullptr));
-        if (kPrefetches) __builtin_prefetch(weights + b * panel.block_stride + panel.prefetch_distance);
-      }
+        for (int b = 0; b < kBlocks; b++) {
+          w[b] = load_weight(weights + b * panel.block_stride, static_cast<Weight*>(nullptr));
+          if (kPrefetches) __builtin_prefetch(weights + b * panel.block_stride + panel.prefetch_distance);
+        }
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; r++) {
+        for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 2
-        for (int b = 0; b < kBlocks; b++) sums[r][b] = add_product(sums[r][b], w[b], items + r * x.stride);
+          for (int b = 0; b < kBlocks; b++) products[r][b] = add_product(products[r][b], w[b], items + r * x.stride);
+        }
+        weights += KindOf<Input>::kWeightBytes;
+        items++;
       }
-      weights += KindOf<Input>::kWeightBytes;
-      items++;
-    }
+    });
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 2
@@ -638,7 +747,7 @@ void tile(const Panel& panel, const Input& x, int64_t row, int64_t first_item, i
             sum = is_first && group == 0 ? zero_floats() : load_floats(total);
           }
           sum = multiply_add(end_sum(x, index, sums[r][b]), scale.scale, sum);
-          if (has_corrections) sum = multiply_add(scale.correction, broadcast(x.sums[index]), sum);
+          if (corrects) sum = multiply_add(scale.correction, broadcast(x.sums[index]), sum);
           if constexpr (kHolds) {
             held[r][b] = sum;
           } else {
@@ -662,12 +771,12 @@ constexpr int kTileRowsOf = kOneGroup ? KindOf<Input>::kTileRows : KindOf<Input>
 
 template <int kBlocks, bool kOneGroup, bool kPrefetches, class Input>
 void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t first_item, int64_t groups,
-             bool is_first, bool has_corrections, float* totals) {
+             bool is_first, bool corrects, float* totals) {
 #define LLMQ_TILE(R)                                                                                  \
   case R:                                                                                             \
     if constexpr (R <= kTileRowsOf<Input, kOneGroup>) {                                               \
       return tile<R, kBlocks, kOneGroup, kPrefetches>(panel, x, row, first_item, groups, is_first,    \
-                                                      has_corrections, totals);                       \
+                                                      corrects, totals);                       \
     }                                                                                                 \
     break
   switch (rows) {
@@ -690,7 +799,7 @@ void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t 
 // Whether packed lines can be multiplied as they are.
 template <Numbers kNumbers, class Input>
 constexpr bool kIsUnpacked = std::is_same_v<Input, RoundedInput> ? kNumbers == Numbers::int8
-                                                                 : kNumbers == Numbers::bf16 && kPairBytes == 64;
+                                                                 : kNumbers == Numbers::bf16 && kPairsOfStep * kPairBytes == 256;
 
 template <Numbers kNumbers, int kBlocks, class Input>
 void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, int64_t end_row, int64_t block,
@@ -699,7 +808,7 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
   constexpr int kItems = Input::kItemsOfStep;
   thread_local Scratch panel_memory, scale_memory, total_memory;
   const int64_t groups = w.num_groups(), steps = w.padded_in() / 8, block_bytes = w.block_bytes();
-  const bool is_one_group = groups == 1, has_corrections = w.zeros || w.offsets;
+  const bool is_one_group = groups == 1, corrects = has_corrections<Input>(w);
   const int64_t steps_of_group = is_one_group ? steps : w.group_size / 8;
   // Stretches are about equally long.
   const int64_t stretches = (steps + kStretch / 8 - 1) / (kStretch / 8);
@@ -751,7 +860,7 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
     if (!is_one_group) {
       for (int64_t group = 0; group < panel.num_groups; group++) {
         for (int b = 0; b < kBlocks; b++) {
-          scales[group * kTileBlocks + b] = load_group(w, block + b, panel.first_group + group);
+          scales[group * kTileBlocks + b] = load_group<Input>(w, block + b, panel.first_group + group);
         }
       }
       panel.scales = scales;
@@ -762,14 +871,14 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
       const auto run = is_one_group ? tile_of<kBlocks, true, kIsAsPacked, Input>
                                     : tile_of<kBlocks, false, kIsAsPacked, Input>;
       run(static_cast<int>(end - begin), panel, x, first_row + begin, first * kItems, groups, first == 0,
-          has_corrections, of_tile);
+          corrects, of_tile);
     }
   }
   // Row by row: the blocks of a row are written side by side.
   const bool is_scaled = is_one_group && kNumbers != Numbers::bf16;
   GroupScale scale_of[kBlocks];
   for (int b = 0; b < kBlocks; b++) {
-    scale_of[b] = is_scaled ? load_group(w, block + b, 0) : GroupScale{zero_floats(), zero_floats()};
+    scale_of[b] = is_scaled ? load_group<Input>(w, block + b, 0) : GroupScale{zero_floats(), zero_floats()};
   }
   for (int64_t row = 0; row < num_rows; row++) {
     for (int b = 0; b < kBlocks; b++) {
@@ -780,7 +889,7 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
         using Sum = typename KindOf<Input>::Sum;
         const Floats sum = end_sum(x, index, load_sum(p, static_cast<Sum*>(nullptr)));
         total = multiply_add(sum, scale_of[b].scale, zero_floats());
-        if (has_corrections) total = multiply_add(scale_of[b].correction, broadcast(x.sums[index]), total);
+        if (corrects) total = multiply_add(scale_of[b].correction, broadcast(x.sums[index]), total);
       } else {
         total = load_floats(p);
       }
@@ -816,7 +925,7 @@ void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& si
     default: break;
   }
   if constexpr (!kIsUnpacked<kNumbers, Input> && kDirectTileRows > kFewRows) {
-    if (num_rows <= direct_tiles(kNumbers) * kDirectTileRows) return some_rows<kNumbers>(w, x, num_rows, sink);
+    if (num_rows <= direct_tiles<Input>(kNumbers) * kDirectTileRows) return some_rows<kNumbers>(w, x, num_rows, sink);
   }
   many_rows<kNumbers>(w, x, num_rows, sink);
 }
@@ -835,10 +944,12 @@ void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64
       default: return run<Numbers::int4>(w, x, num_rows, sink);
     }
   }
-  const RoundedInput x = prepare_rounded(w, activations, rows, num_rows, memory);
-  if (w.numbers_type == Numbers::int8) return run<Numbers::int8>(w, x, num_rows, sink);
+  if (w.numbers_type == Numbers::int8) {
+    return run<Numbers::int8>(w, prepare_rounded<RoundedInt8>(w, activations, rows, num_rows, memory), num_rows, sink);
+  }
+  const auto x = prepare_rounded<RoundedInput>(w, activations, rows, num_rows, memory);
   if (w.numbers_type == Numbers::int3) return run<Numbers::int3>(w, x, num_rows, sink);
-  return run<Numbers::int4>(w, x, num_rows, sink);
+  run<Numbers::int4>(w, x, num_rows, sink);
 }
 
 }  // namespace

@@ -7,11 +7,25 @@ struct Ints {
   __m256i a, b;
 };
 
-constexpr int kExactTileRows = 6, kRoundedTileRows = 4, kTileBlocks = 1;
-constexpr int kRoundedGroupedTileRows = 4;
+constexpr int kExactTileRows = 6, kRoundedTileRows = 6, kTileBlocks = 1;
+constexpr int kRoundedGroupedTileRows = 6;
 constexpr bool kRoundedHoldsTotals = false, kExactHoldsTotals = false;
-constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 1;  // 16 registers hold no more
-constexpr int kFewRowsBlocks[] = {0, 2, 1, 1, 1};
+constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6, kExactDirectTiles = 1;
+constexpr int kFewRowsBlocks[] = {0, 4, 2, 1, 1};
+
+// Exact products are with u as it is and where it is: a byte or nibble that begins at bit b of its lane is u * 2^b as a
+// float, but for the upmost one, which is moved. 2^-b is what its input is multiplied with before (of two steps). int3
+// comes from a table, as the int4 that it would be.
+constexpr int exact_center(Numbers numbers, int center) {
+  return numbers == Numbers::int3 ? -4 : numbers == Numbers::int4 || numbers == Numbers::int8 ? 0 : center;
+}
+LLMQ_INLINE const float* places_of_inputs(Numbers numbers) {
+  static constexpr float kOfInt4[] = {1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1,
+                                      1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1};
+  static constexpr float kOfInt8[] = {1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1,
+                                      1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1};
+  return numbers == Numbers::int4 ? kOfInt4 : numbers == Numbers::int8 ? kOfInt8 : nullptr;
+}
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 LLMQ_INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -119,6 +133,15 @@ LLMQ_INLINE Ints round_to_int8(Floats v, int8_t* p) {
   return whole;
 }
 
+// The same numbers as words, in their own order.
+LLMQ_INLINE Ints round_to_int8(Floats v, int16_t* p) {
+  int8_t bytes[16];
+  const Ints whole = round_to_int8(v, bytes);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole.a, whole.b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+  return whole;
+}
+
 // The nearest e4m3 number, ties to even, within [-448, 448]; a NaN stays one.
 LLMQ_INLINE __m256 round_to_e4m3(__m256 v) {
   const __m256 limited = _mm256_min_ps(_mm256_set1_ps(448), _mm256_max_ps(_mm256_set1_ps(-448), v));
@@ -135,17 +158,45 @@ LLMQ_INLINE __m256 round_to_e4m3(__m256 v) {
 }
 LLMQ_INLINE Floats round_to_e4m3(Floats v) { return {round_to_e4m3(v.a), round_to_e4m3(v.b)}; }
 
-// Each lane's sum of four products of an unsigned byte and a signed one. By words: pairs of bytes, as
-// _mm256_maddubs_epi16 adds them, can exceed 16 bits.
-LLMQ_INLINE __m256i dot_bytes(__m256i sum, __m256i u, __m256i x) {
-  const __m256i low = _mm256_set1_epi16(0xff);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
-  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
-}
-LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
+// Sums of pairs of products, in int16.
+struct WordSums {
+  __m256i a, b;
+};
+// Of u <= 15 and int8, so many times two are at most 8 * 2 * 15 * 128 = 30720.
+constexpr int64_t kMostProducts = 8;
+
+LLMQ_INLINE void set_to_zero(WordSums& sum) { sum.a = sum.b = _mm256_setzero_si256(); }
+LLMQ_INLINE WordSums dot_bytes(WordSums sum, Ints u, const int32_t* x) {
   const __m256i spread = _mm256_set1_epi32(*x);
-  return {dot_bytes(sum.a, u.a, spread), dot_bytes(sum.b, u.b, spread)};
+  // The intrinsic, but for GCC 12: it adds into another register, copies it back, and has too few of them then.
+  asm("vpaddw %1, %0, %0" : "+x"(sum.a) : "x"(_mm256_maddubs_epi16(u.a, spread)));
+  asm("vpaddw %1, %0, %0" : "+x"(sum.b) : "x"(_mm256_maddubs_epi16(u.b, spread)));
+  return sum;
+}
+LLMQ_INLINE Ints add_words(Ints sum, WordSums words) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(words.a, ones)),
+          _mm256_add_epi32(sum.b, _mm256_madd_epi16(words.b, ones))};
+}
+
+// Bytes up to 255 would not do so: they are widened first. Two inputs of each lane.
+struct WordLine {
+  Ints v;
+};
+struct InputWords {
+  int32_t both;
+};
+LLMQ_INLINE Ints dot_words(Ints sum, WordLine w, const InputWords* x) {
+  const __m256i spread = _mm256_set1_epi32(x->both);
+  asm("vpaddd %1, %0, %0" : "+x"(sum.a) : "x"(_mm256_madd_epi16(w.v.a, spread)));
+  asm("vpaddd %1, %0, %0" : "+x"(sum.b) : "x"(_mm256_madd_epi16(w.v.b, spread)));
+  return sum;
+}
+LLMQ_INLINE void expand_to_words(const uint8_t* p, WordLine out[2]) {
+  const Ints v = load_line(p);
+  const __m256i low = _mm256_set1_epi16(0xff);
+  out[0] = {{_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)}};
+  out[1] = {{_mm256_srli_epi16(v.a, 8), _mm256_srli_epi16(v.b, 8)}};
 }
 
 // The lower bits of nibbles from `twos`, the third from `ones`.
@@ -168,61 +219,61 @@ LLMQ_INLINE void expand_nibbles(Ints v, char mask, Ints out[2]) {
   out[1] = {_mm256_and_si256(_mm256_srli_epi16(v.a, 4), low), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), low)};
 }
 
-struct Pair {
-  Floats even, odd;
-};
-struct InputPair {
-  float even, odd;
-};
-constexpr int64_t kPairBytes = 128;
+// The inputs of a pair one by one: the weights of both would not leave the sums of a tile their registers.
+using Pair = Floats;
+using InputPair = float;
+constexpr int kPairsOfStep = 8;
+constexpr int64_t kPairBytes = 64;
 
-LLMQ_INLINE Floats dot_pair(Floats sum, Pair w, const InputPair* x) {
-  return multiply_add(w.odd, broadcast(x->odd), multiply_add(w.even, broadcast(x->even), sum));
-}
-LLMQ_INLINE Pair load_pair(const uint8_t* p) {
-  const auto* floats = reinterpret_cast<const float*>(p);
-  return {load_floats(floats), load_floats(floats + 16)};
-}
-LLMQ_INLINE void store_pair(uint8_t* p, Pair v) {
-  store_floats(reinterpret_cast<float*>(p), v.even);
-  store_floats(reinterpret_cast<float*>(p) + 16, v.odd);
-}
+LLMQ_INLINE Floats dot_pair(Floats sum, Pair w, const InputPair* x) { return multiply_add(w, broadcast(*x), sum); }
+LLMQ_INLINE Pair load_pair(const uint8_t* p) { return load_floats(reinterpret_cast<const float*>(p)); }
+LLMQ_INLINE void store_pair(uint8_t* p, Pair v) { store_floats(reinterpret_cast<float*>(p), v); }
 
-// `bits` bits at `shift` of each lane, less half of their range.
+// kBits bits at kShift of each lane, as places_of_inputs says.
 template <int kShift, int kBits>
-LLMQ_INLINE __m256 centered(__m256i v) {
-  const __m256i u = _mm256_and_si256(_mm256_srli_epi32(v, kShift), _mm256_set1_epi32((1 << kBits) - 1));
-  return _mm256_cvtepi32_ps(_mm256_sub_epi32(u, _mm256_set1_epi32(1 << (kBits - 1))));
+LLMQ_INLINE __m256 in_place(__m256i v) {
+  if (kShift + kBits == 32) return _mm256_cvtepi32_ps(_mm256_srli_epi32(v, kShift));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(((1 << kBits) - 1) << kShift)));
 }
 template <int kShift, int kBits>
-LLMQ_INLINE Floats centered(Ints v) {
-  return {centered<kShift, kBits>(v.a), centered<kShift, kBits>(v.b)};
+LLMQ_INLINE Floats in_place(Ints v) {
+  return {in_place<kShift, kBits>(v.a), in_place<kShift, kBits>(v.b)};
 }
-LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[4]) {
+LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) {
   const Ints v = load_line(p);
-  out[0] = {centered<0, 4>(v), centered<16, 4>(v)};
-  out[1] = {centered<8, 4>(v), centered<24, 4>(v)};
-  out[2] = {centered<4, 4>(v), centered<20, 4>(v)};
-  out[3] = {centered<12, 4>(v), centered<28, 4>(v)};
+  out[0] = in_place<0, 4>(v);
+  out[1] = in_place<16, 4>(v);
+  out[2] = in_place<8, 4>(v);
+  out[3] = in_place<24, 4>(v);
+  out[4] = in_place<4, 4>(v);
+  out[5] = in_place<20, 4>(v);
+  out[6] = in_place<12, 4>(v);
+  out[7] = in_place<28, 4>(v);
 }
-// The three bits at kShift of each lane, less 4.
+// The three bits at kShift of each lane, and 4.
 template <int kShift>
-LLMQ_INLINE Floats centered_int3(Ints v) {
-  const __m256 table = _mm256_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3);
+LLMQ_INLINE Floats int3_as_int4(Ints v) {
+  const __m256 table = _mm256_setr_ps(4, 5, 6, 7, 8, 9, 10, 11);
   return {_mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.a, kShift)),
           _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.b, kShift))};
 }
-LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[4]) {
+LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[8]) {
   const Ints v = load_int3_line(p);
-  out[0] = {centered_int3<0>(v), centered_int3<16>(v)};
-  out[1] = {centered_int3<8>(v), centered_int3<24>(v)};
-  out[2] = {centered_int3<4>(v), centered_int3<20>(v)};
-  out[3] = {centered_int3<12>(v), centered_int3<28>(v)};
+  out[0] = int3_as_int4<0>(v);
+  out[1] = int3_as_int4<16>(v);
+  out[2] = int3_as_int4<8>(v);
+  out[3] = int3_as_int4<24>(v);
+  out[4] = int3_as_int4<4>(v);
+  out[5] = int3_as_int4<20>(v);
+  out[6] = int3_as_int4<12>(v);
+  out[7] = int3_as_int4<28>(v);
 }
-LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
+LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[4]) {
   const Ints v = load_line(p);
-  out[0] = {centered<0, 8>(v), centered<16, 8>(v)};
-  out[1] = {centered<8, 8>(v), centered<24, 8>(v)};
+  out[0] = in_place<0, 8>(v);
+  out[1] = in_place<16, 8>(v);
+  out[2] = in_place<8, 8>(v);
+  out[3] = in_place<24, 8>(v);
 }
 // The e4m3 at `shift` of each lane.
 template <int kShift>
@@ -240,14 +291,16 @@ template <int kShift>
 LLMQ_INLINE Floats e4m3_byte(Ints v) {
   return {e4m3_byte<kShift>(v.a), e4m3_byte<kShift>(v.b)};
 }
-LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[2]) {
+LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[4]) {
   const Ints v = load_line(p);
-  out[0] = {e4m3_byte<0>(v), e4m3_byte<16>(v)};
-  out[1] = {e4m3_byte<8>(v), e4m3_byte<24>(v)};
+  out[0] = e4m3_byte<0>(v);
+  out[1] = e4m3_byte<16>(v);
+  out[2] = e4m3_byte<8>(v);
+  out[3] = e4m3_byte<24>(v);
 }
-LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) {
+LLMQ_INLINE void expand_bf16_line(const uint8_t* p, Pair out[2]) {
   const Ints v = load_line(p);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(v.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(v.b, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(v.a, upper)), _mm256_castsi256_ps(_mm256_and_si256(v.b, upper))}};
+  out[0] = {_mm256_castsi256_ps(_mm256_slli_epi32(v.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(v.b, 16))};
+  out[1] = {_mm256_castsi256_ps(_mm256_and_si256(v.a, upper)), _mm256_castsi256_ps(_mm256_and_si256(v.b, upper))};
 }

@@ -14,6 +14,11 @@ constexpr int kExactGroupedTileRows = 7, kDirectTileRows = 12;
 #else
 constexpr int kExactGroupedTileRows = 6, kDirectTileRows = 8;
 #endif
+constexpr int kPairsOfStep = 4, kExactDirectTiles = 2;
+// What exact products multiply is centered, and in its place.
+constexpr int exact_center(Numbers, int center) { return center; }
+LLMQ_INLINE const float* places_of_inputs(Numbers) { return nullptr; }
+constexpr int64_t kMostProducts = 0;  // that Products hold: there are none
 // Blocks that few rows go through at once, by rows: enough independent sums to hide a product's latency.
 constexpr int kFewRowsBlocks[] = {0, 6, 3, 2, 2};
 
@@ -180,7 +185,7 @@ LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[2]) {
   out[0] = pair_of(centered_byte<0>(v), centered_byte<16>(v));
   out[1] = pair_of(centered_byte<8>(v), centered_byte<24>(v));
 }
-LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) { return load_pair(p); }
+LLMQ_INLINE void expand_bf16_line(const uint8_t* p, Pair out[1]) { out[0] = load_pair(p); }
 
 // bf16 of the e4m3 numbers below 2^-6, which have no leading one: m * 2^-9.
 alignas(64) constexpr uint16_t kSmall[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
@@ -257,10 +262,10 @@ LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[2]) {
   out[0] = {e4m3_byte<0>(v), e4m3_byte<16>(v)};
   out[1] = {e4m3_byte<8>(v), e4m3_byte<24>(v)};
 }
-LLMQ_INLINE Pair expand_bf16_line(const uint8_t* p) {
+LLMQ_INLINE void expand_bf16_line(const uint8_t* p, Pair out[1]) {
   const Ints v = load_line(p);
   const Ints odd = _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), _mm512_castsi512_ps(odd)};
+  out[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), _mm512_castsi512_ps(odd)};
 }
 
 #endif

