@@ -115,9 +115,10 @@ LLMQ_INLINE Ints dot_bytes(Ints sum, Ints u, const int32_t* x) {
 LLMQ_INLINE Ints load_int3_line(const uint8_t* p) {
   const Ints twos = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   const Ints ones = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 32)));
+  const Ints to_bit_0 = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
   const Ints to_bit_2 = _mm512_setr_epi32(2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0, 31, 31, 31, 31);
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), _mm512_mask_srli_epi32(twos, 0xff00, twos, 2),
-                                   _mm512_rolv_epi32(ones, to_bit_2), 0xca);  // a ? b : c
+  return _mm512_ternarylogic_epi32(_mm512_srlv_epi32(twos, to_bit_0), _mm512_rolv_epi32(ones, to_bit_2),
+                                   _mm512_set1_epi8(0x33), 0xe4);  // c ? a : b
 }
 
 // 8 inputs: the nibbles of a line as bytes, less bits that `mask` lacks: inputs 0 to 3 and 4 to 7.
