@@ -15,7 +15,7 @@ constexpr int kFewRowsBlocks[] = {0, 4, 2, 1, 1};
 
 // Exact products are with u as it is and where it is: a byte or nibble that begins at bit b of its lane is u * 2^b as a
 // float, but for the upmost one, which is moved. 2^-b is what its input is multiplied with before (of two steps). int3
-// comes from a table, as the int4 that it would be.
+// is taken as the int4 that it would be.
 constexpr int exact_center(Numbers numbers, int center) {
   return numbers == Numbers::int3 ? -4 : numbers == Numbers::int4 || numbers == Numbers::int8 ? 0 : center;
 }
@@ -24,7 +24,7 @@ LLMQ_INLINE const float* places_of_inputs(Numbers numbers) {
                                       1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1};
   static constexpr float kOfInt8[] = {1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1,
                                       1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1};
-  return numbers == Numbers::int4 ? kOfInt4 : numbers == Numbers::int8 ? kOfInt8 : nullptr;
+  return numbers == Numbers::int4 || numbers == Numbers::int3 ? kOfInt4 : numbers == Numbers::int8 ? kOfInt8 : nullptr;
 }
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -239,8 +239,7 @@ template <int kShift, int kBits>
 LLMQ_INLINE Floats in_place(Ints v) {
   return {in_place<kShift, kBits>(v.a), in_place<kShift, kBits>(v.b)};
 }
-LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) {
-  const Ints v = load_line(p);
+LLMQ_INLINE void expand_nibbles_in_place(Ints v, Pair out[8]) {
   out[0] = in_place<0, 4>(v);
   out[1] = in_place<16, 4>(v);
   out[2] = in_place<8, 4>(v);
@@ -250,23 +249,12 @@ LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) {
   out[6] = in_place<12, 4>(v);
   out[7] = in_place<28, 4>(v);
 }
-// The three bits at kShift of each lane, and 4.
-template <int kShift>
-LLMQ_INLINE Floats int3_as_int4(Ints v) {
-  const __m256 table = _mm256_setr_ps(4, 5, 6, 7, 8, 9, 10, 11);
-  return {_mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.a, kShift)),
-          _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(v.b, kShift))};
-}
+LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) { expand_nibbles_in_place(load_line(p), out); }
+// As the int4 that it would be: 4 more.
 LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[8]) {
   const Ints v = load_int3_line(p);
-  out[0] = int3_as_int4<0>(v);
-  out[1] = int3_as_int4<16>(v);
-  out[2] = int3_as_int4<8>(v);
-  out[3] = int3_as_int4<24>(v);
-  out[4] = int3_as_int4<4>(v);
-  out[5] = int3_as_int4<20>(v);
-  out[6] = int3_as_int4<12>(v);
-  out[7] = int3_as_int4<28>(v);
+  const __m256i fours = _mm256_set1_epi8(0x44);
+  expand_nibbles_in_place({_mm256_add_epi8(v.a, fours), _mm256_add_epi8(v.b, fours)}, out);
 }
 LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[4]) {
   const Ints v = load_line(p);
