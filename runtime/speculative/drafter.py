@@ -1,5 +1,6 @@
 """Drafter: guesses what requests will say next."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -32,18 +33,21 @@ class Acceptance:
     """How often a guess was right, by how much spoke for it: a few classes, each counted for itself.
 
     A share is the mean of a Beta distribution that begins at a prior of PRIOR_GUESSES guesses and remembers the last
-    MEMORY or so of them, so that it follows a text that changes. What is paid for goes by `lower`, a standard deviation
-    below the mean: guesses that were compared with what came, and not verified, have cost nothing. What is tried goes
-    by `upper`, two above it.
+    MEMORY or so of them. Beside it the last RECENT or so are counted: where it is too unlikely (SURPRISE) that both
+    are of one text, it has become another one, and what was known before is forgotten. What is paid for goes
+    by `lower`, a standard deviation below the mean: guesses that were compared with what came, and not verified, have
+    cost nothing. What is tried goes by `upper`, two above it.
     """
 
     PRIOR_GUESSES = 4.0
-    MEMORY = 200.0
+    MEMORY, RECENT = 200.0, 16.0
+    SURPRISE = 8.0  # of the likelihood ratio test: a text that stays the same exceeds it in 1 of 200 trials
     FADE = 1 / 512  # of what is known, for each step in which nothing was learned
 
     def __init__(self, priors: Sequence[float]) -> None:
         self._right = [self.PRIOR_GUESSES * prior for prior in priors]
         self._made = [self.PRIOR_GUESSES] * len(priors)
+        self._recent = list(priors)  # shares of the last ones
 
     def share(self, level: int) -> float:
         """Of guesses of class `level`; those beyond the last class count as the last."""
@@ -70,3 +74,13 @@ class Acceptance:
         kept = min(1.0, self.MEMORY / self._made[level])
         self._right[level] = kept * self._right[level] + is_right
         self._made[level] = kept * self._made[level] + 1.0
+        recent = self._recent[level] = self._recent[level] + (is_right - self._recent[level]) / self.RECENT
+        num_recent = 2.0 * self.RECENT - 1.0  # a mean that forgets is as good as one of so many
+        if 2.0 * num_recent * _divergence(recent, self.share(level)) > self.SURPRISE:
+            made = min(self._made[level], self.RECENT)
+            self._right[level], self._made[level] = made * recent, made
+
+
+def _divergence(p: float, q: float) -> float:
+    """Of a coin that falls right with p from one with q (Kullback and Leibler), in nats."""
+    return sum(a * math.log(a / b) for a, b in ((p, q), (1.0 - p, 1.0 - q)) if a > 0.0)

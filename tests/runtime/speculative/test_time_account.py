@@ -274,6 +274,24 @@ def test_where_guesses_are_right_it_comes_near_the_best_fixed_number(cost, batch
     assert_bounded(world)
 
 
+@pytest.mark.parametrize("cost", ["tiles", "line"])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(("before", "after"), [(0.8, 0.1), (0.8, 0.35), (0.6, 0.2)])
+def test_what_one_kind_of_text_has_taught_is_not_believed_of_the_next(cost, batch, before, after):
+    """Of 100 steps after 150 in which guesses were right: though there are gains to lose, few are lost."""
+    lost, num_worlds = 0.0, 4
+    for seed in range(num_worlds):
+        world = with_ngrams(
+            cost=COSTS[cost], batch=batch, seed=seed, chance=lambda step: before if step < 150 else after
+        )
+        world.run(150)
+        began_s, num_tokens = world.now_s, world.num_tokens
+        world.run(100)
+        off_s = (world.num_tokens - num_tokens) / batch * world.plain_s
+        lost += (world.now_s - began_s - off_s) / world.plain_s / num_worlds
+    assert lost < 8.0
+
+
 def test_an_account_gives_no_more_than_it_was_given():
     account, spent_s, saved_s, rng = TimeAccount(), 0.0, 0.0, random.Random(0)
     for step in range(5000):
