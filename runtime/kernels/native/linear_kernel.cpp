@@ -35,6 +35,9 @@ constexpr int64_t kRowsOfTask = 192;  // that share it
 // Few rows fetch into the second-level cache, many into the first.
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchMostOfFewRows = 448 << 10, kPrefetchAhead = 2048;
 
+// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
+constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
+
 constexpr int64_t line_bytes(Numbers numbers) { return bits_of(numbers) * kLane; }  // of 8 inputs and kLane outputs
 
 // ---- The input, made ready
@@ -77,13 +80,6 @@ using RoundedInt8 = RoundedInput;  // of int8 weights
 using RoundedWords = Rounded<int16_t, InputWords>;
 using RoundedInt8 = RoundedWords;
 #endif
-
-// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
-template <class Input>
-constexpr int64_t direct_tiles(Numbers numbers) {
-  if (numbers == Numbers::fp8) return 1;
-  return std::is_same_v<Input, ExactInput> ? kExactDirectTiles : 2;
-}
 
 // What is taken off u before it is multiplied.
 template <class Input>
@@ -464,6 +460,25 @@ struct KindOf<RoundedWords> : KindOf<RoundedInput> {
 };
 #endif
 
+// body(item, weights), for each item of a step.
+template <Numbers kNumbers, class Input, class Body>
+LLMQ_INLINE void for_weights(const uint8_t* p, const Body& body) {
+#ifndef __AVX512F__
+  if constexpr (std::is_same_v<Input, ExactInput>) {
+    if constexpr (kNumbers == Numbers::int4) return nibbles_in_place(load_line(p), body);
+    if constexpr (kNumbers == Numbers::int3) return nibbles_in_place(int3_as_int4(p), body);
+    if constexpr (kNumbers == Numbers::int8) {
+      bytes_in_place(load_line(p), body);
+      return bytes_in_place(load_line(p + 64), [&](int i, const Pair& w) LLMQ_UNROLLED { body(i + 4, w); });
+    }
+  }
+#endif
+  typename KindOf<Input>::Weight weights[Input::kItemsOfStep];
+  expand<kNumbers>(p, weights);
+#pragma GCC unroll 8
+  for (int i = 0; i < Input::kItemsOfStep; i++) body(i, weights[i]);
+}
+
 // add(sums, until) up to `end`. Where products are summed in less than a Sum first (Products), run by run.
 template <class Input, int kRows, int kBlocks, class Add>
 LLMQ_INLINE void add_up_to(int64_t end, int64_t& at, int64_t run, typename KindOf<Input>::Sum (&sums)[kRows][kBlocks],
@@ -574,15 +589,12 @@ void few_rows(const PackedWeight& w, const Input& x, int64_t row, int64_t block,
           for (int64_t line = 0; line < kLineBytes; line += 64) {
             __builtin_prefetch(ahead.from + b * ahead.of_block + line, 0, 2);
           }
-          Weight weights[kItems];
-          expand<kNumbers>(p, weights);
-#pragma GCC unroll 8
-          for (int i = 0; i < kItems; i++) {
+          for_weights<kNumbers, Input>(p, [&](int i, const Weight& weight) LLMQ_UNROLLED {
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-              products[r][b] = add_product(products[r][b], weights[i], items + r * x.stride + i);
+              products[r][b] = add_product(products[r][b], weight, items + r * x.stride + i);
             }
-          }
+          });
         }
         lines += kLineBytes;
         items += kItems;
@@ -925,7 +937,7 @@ void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& si
     default: break;
   }
   if constexpr (!kIsUnpacked<kNumbers, Input> && kDirectTileRows > kFewRows) {
-    if (num_rows <= direct_tiles<Input>(kNumbers) * kDirectTileRows) return some_rows<kNumbers>(w, x, num_rows, sink);
+    if (num_rows <= direct_tiles(kNumbers) * kDirectTileRows) return some_rows<kNumbers>(w, x, num_rows, sink);
   }
   many_rows<kNumbers>(w, x, num_rows, sink);
 }

@@ -10,7 +10,7 @@ struct Ints {
 constexpr int kExactTileRows = 6, kRoundedTileRows = 6, kTileBlocks = 1;
 constexpr int kRoundedGroupedTileRows = 6;
 constexpr bool kRoundedHoldsTotals = false, kExactHoldsTotals = false;
-constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6, kExactDirectTiles = 1;
+constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6;
 constexpr int kFewRowsBlocks[] = {0, 4, 2, 1, 1};
 
 // Exact products are with u as it is and where it is: a byte or nibble that begins at bit b of its lane is u * 2^b as a
@@ -239,29 +239,41 @@ template <int kShift, int kBits>
 LLMQ_INLINE Floats in_place(Ints v) {
   return {in_place<kShift, kBits>(v.a), in_place<kShift, kBits>(v.b)};
 }
-LLMQ_INLINE void expand_nibbles_in_place(Ints v, Pair out[8]) {
-  out[0] = in_place<0, 4>(v);
-  out[1] = in_place<16, 4>(v);
-  out[2] = in_place<8, 4>(v);
-  out[3] = in_place<24, 4>(v);
-  out[4] = in_place<4, 4>(v);
-  out[5] = in_place<20, 4>(v);
-  out[6] = in_place<12, 4>(v);
-  out[7] = in_place<28, 4>(v);
+// body(input, weights), for each input of a line: one after the other, or the weights of all would be in memory before
+// the first is multiplied.
+template <class Body>
+LLMQ_INLINE void nibbles_in_place(Ints v, const Body& body) {
+  body(0, in_place<0, 4>(v));
+  body(1, in_place<16, 4>(v));
+  body(2, in_place<8, 4>(v));
+  body(3, in_place<24, 4>(v));
+  body(4, in_place<4, 4>(v));
+  body(5, in_place<20, 4>(v));
+  body(6, in_place<12, 4>(v));
+  body(7, in_place<28, 4>(v));
 }
-LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) { expand_nibbles_in_place(load_line(p), out); }
-// As the int4 that it would be: 4 more.
-LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[8]) {
+template <class Body>
+LLMQ_INLINE void bytes_in_place(Ints v, const Body& body) {
+  body(0, in_place<0, 8>(v));
+  body(1, in_place<16, 8>(v));
+  body(2, in_place<8, 8>(v));
+  body(3, in_place<24, 8>(v));
+}
+// int3 as the int4 that it would be: 4 more.
+LLMQ_INLINE Ints int3_as_int4(const uint8_t* p) {
   const Ints v = load_int3_line(p);
   const __m256i fours = _mm256_set1_epi8(0x44);
-  expand_nibbles_in_place({_mm256_add_epi8(v.a, fours), _mm256_add_epi8(v.b, fours)}, out);
+  return {_mm256_add_epi8(v.a, fours), _mm256_add_epi8(v.b, fours)};
+}
+// The same, all at once.
+LLMQ_INLINE void expand_int4(const uint8_t* p, Pair out[8]) {
+  nibbles_in_place(load_line(p), [&](int i, Pair w) LLMQ_UNROLLED { out[i] = w; });
+}
+LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[8]) {
+  nibbles_in_place(int3_as_int4(p), [&](int i, Pair w) LLMQ_UNROLLED { out[i] = w; });
 }
 LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[4]) {
-  const Ints v = load_line(p);
-  out[0] = in_place<0, 8>(v);
-  out[1] = in_place<16, 8>(v);
-  out[2] = in_place<8, 8>(v);
-  out[3] = in_place<24, 8>(v);
+  bytes_in_place(load_line(p), [&](int i, Pair w) LLMQ_UNROLLED { out[i] = w; });
 }
 // The e4m3 at `shift` of each lane.
 template <int kShift>

@@ -14,7 +14,7 @@ constexpr int kExactGroupedTileRows = 7, kDirectTileRows = 12;
 #else
 constexpr int kExactGroupedTileRows = 6, kDirectTileRows = 8;
 #endif
-constexpr int kPairsOfStep = 4, kExactDirectTiles = 2;
+constexpr int kPairsOfStep = 4;
 // What exact products multiply is centered, and in its place.
 constexpr int exact_center(Numbers, int center) { return center; }
 LLMQ_INLINE const float* places_of_inputs(Numbers) { return nullptr; }
