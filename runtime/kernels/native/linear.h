@@ -22,8 +22,8 @@ enum class Output { bf16, fp32 };
 
 // y = x Wᵀ + bias. x: bf16 [num_rows, in_features], y: [num_rows, out_features] of `output`; strides in elements.
 //
-// A row of y is the same to the last bit whatever num_rows is and whoever computes it: each output is one sum in the
-// order of the input, group by group.
+// A row of y is the same to the last bit whatever num_rows is and whoever computes it: each output is one sum in an
+// order that the instruction set and the weight's shape decide alone, group by group.
 void linear(const PackedWeight& weight, Activations activations, const uint16_t* x, int64_t num_rows, int64_t x_stride,
             void* y, int64_t y_stride, Output output);
 

@@ -28,6 +28,7 @@ namespace {
 LLMQ_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 LLMQ_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+constexpr bool kPairsAreBf16 = kPairsOfStep * sizeof(InputPair) == 16;  // 8 inputs; else floats
 constexpr int kFewRows = 4;
 constexpr int64_t kStretch = 512;    // of the input that is unpacked at once
 constexpr int64_t kRowsOfTask = 192;  // that share it
@@ -74,11 +75,11 @@ struct Rounded {
   const int32_t* starts;  // [rows][groups], -(sum of q) * (zero of a symmetric weight): what a sum of u * q begins with
 };
 using RoundedInput = Rounded<int8_t, int32_t>;
-#ifdef __AVX512F__
-using RoundedInt8 = RoundedInput;  // of int8 weights
-#else
+#ifdef LLMQ_SUMS_IN_WORDS
 using RoundedWords = Rounded<int16_t, InputWords>;
-using RoundedInt8 = RoundedWords;
+using RoundedInt8 = RoundedWords;  // of int8 weights
+#else
+using RoundedInt8 = RoundedInput;
 #endif
 
 // What is taken off u before it is multiplied.
@@ -130,16 +131,16 @@ float sum(const float* x, int64_t count) {
 }
 
 void store_items(const float* x, int64_t count, InputPair* items) {
-#ifdef __AVX512BF16__
+  if (!kPairsAreBf16) {
+    memcpy(items, x, count * sizeof(float));
+    return;
+  }
   auto* halves = reinterpret_cast<uint16_t*>(items);
   for (int64_t k = 0; k < count; k += 8) {
     uint16_t sixteen[kLane];
     store_bf16(sixteen, load_floats(x + k));
     memcpy(halves + k, sixteen, 16);
   }
-#else
-  memcpy(items, x, count * sizeof(float));
-#endif
 }
 
 void sum_groups(const PackedWeight& w, const float* x, float* sums) {
@@ -256,12 +257,11 @@ float* row_of_floats(const PackedWeight& w) {
 
 ExactInput prepare_exact(const PackedWeight& w, Rows rows, int64_t num_rows, InputMemory& memory) {
   const bool needs_sums = has_corrections<ExactInput>(w);
-#ifdef __AVX512BF16__
   const bool are_apart = num_rows <= kFewRows || !share_a_set(rows.stride * 2);
-  if (!needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0 && are_apart) {
+  if (kPairsAreBf16 && !needs_sums && !w.column_order && w.in_features == w.padded_in() && rows.stride % 2 == 0 &&
+      are_apart) {
     return {reinterpret_cast<const InputPair*>(rows.x), rows.stride / 2, nullptr};
   }
-#endif
   const int64_t stride = padded_stride<InputPair>(w.padded_in() / 8 * kPairsOfStep), groups = w.num_groups();
   auto* items = memory.items.get<InputPair>(num_rows * stride);
   float* sums = needs_sums ? memory.sums.get<float>(num_rows * groups) : nullptr;
@@ -395,7 +395,7 @@ LLMQ_INLINE void expand(const uint8_t* p, Ints out[2]) {
   }
 }
 
-#ifndef __AVX512F__
+#ifdef LLMQ_SUMS_IN_WORDS
 template <Numbers kNumbers>
 LLMQ_INLINE void expand(const uint8_t* p, WordLine out[4]) {
   expand_to_words(p, out);
@@ -409,12 +409,14 @@ template <class Number, class Item>
 LLMQ_INLINE Ints begin_sum(const Rounded<Number, Item>& x, int64_t index) {
   return broadcast_int(x.starts[index]);
 }
+#ifndef LLMQ_TILES
 LLMQ_INLINE Floats add_product(Floats sum, const Pair& w, const InputPair* x) { return dot_pair(sum, w, x); }
-#ifdef __AVX512F__
-LLMQ_INLINE Ints add_product(Ints sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
-#else
+#endif
+#ifdef LLMQ_SUMS_IN_WORDS
 LLMQ_INLINE WordSums add_product(WordSums sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
 LLMQ_INLINE Ints add_product(Ints sum, const WordLine& w, const InputWords* x) { return dot_words(sum, w, x); }
+#else
+LLMQ_INLINE Ints add_product(Ints sum, const Ints& w, const int32_t* x) { return dot_bytes(sum, w, x); }
 #endif
 LLMQ_INLINE Floats end_sum(const ExactInput&, int64_t, Floats sum) { return sum; }
 LLMQ_INLINE Floats end_sum(const ScaledInput& x, int64_t index, Floats sum) {
@@ -442,17 +444,17 @@ template <>
 struct KindOf<RoundedInput> {
   using Weight = Ints;
   using Sum = Ints;
-#ifdef __AVX512F__
-  static constexpr bool kHasProducts = false;
-#else
+#ifdef LLMQ_SUMS_IN_WORDS
   static constexpr bool kHasProducts = true;
   using Products = WordSums;
+#else
+  static constexpr bool kHasProducts = false;
 #endif
   static constexpr int kTileRows = kRoundedTileRows, kGroupedTileRows = kRoundedGroupedTileRows;
   static constexpr bool kHoldsTotals = kRoundedHoldsTotals;
   static constexpr int64_t kWeightBytes = 64;
 };
-#ifndef __AVX512F__
+#ifdef LLMQ_SUMS_IN_WORDS
 template <>
 struct KindOf<RoundedWords> : KindOf<RoundedInput> {
   using Weight = WordLine;
@@ -675,11 +677,13 @@ struct Panel {
   int64_t num_items;
 };
 
+#ifndef LLMQ_TILES
 LLMQ_INLINE Pair load_weight(const uint8_t* p, Pair*) { return load_pair(p); }
+#endif
 LLMQ_INLINE Ints load_weight(const uint8_t* p, Ints*) { return load_line(p); }
 LLMQ_INLINE void store_weight(uint8_t* p, const Pair& w) { store_pair(p, w); }
 LLMQ_INLINE void store_weight(uint8_t* p, const Ints& w) { store_line(p, w); }
-#ifndef __AVX512F__
+#ifdef LLMQ_SUMS_IN_WORDS
 LLMQ_INLINE WordLine load_weight(const uint8_t* p, WordLine*) { return {load_line(p)}; }
 LLMQ_INLINE void store_weight(uint8_t* p, const WordLine& w) { store_line(p, w.v); }
 #endif
@@ -811,12 +815,28 @@ void tile_of(int rows, const Panel& panel, const Input& x, int64_t row, int64_t 
 // Whether packed lines can be multiplied as they are.
 template <Numbers kNumbers, class Input>
 constexpr bool kIsUnpacked = std::is_same_v<Input, RoundedInput> ? kNumbers == Numbers::int8
-                                                                 : kNumbers == Numbers::bf16 && kPairsOfStep * kPairBytes == 256;
+                                                                 : kNumbers == Numbers::bf16 && kPairsAreBf16;
+
+// A stretch of some blocks' packed lines -> [block][item].
+template <Numbers kNumbers, int kBlocks, class Input>
+LLMQ_INLINE void unpack(const uint8_t* lines, int64_t block_bytes, int64_t steps, uint8_t* to) {
+  constexpr int kItems = Input::kItemsOfStep;
+  for (int b = 0; b < kBlocks; b++) {
+    const uint8_t* p = lines + b * block_bytes;
+    for (int64_t step = 0; step < steps; step++, p += line_bytes(kNumbers)) {
+      typename KindOf<Input>::Weight weights[kItems];
+      for (int64_t line = 0; line < line_bytes(kNumbers); line += 64) {
+        __builtin_prefetch(p + prefetch_distance(kBlocks * block_bytes) + line);
+      }
+      expand<kNumbers>(p, weights);
+      for (int i = 0; i < kItems; i++, to += KindOf<Input>::kWeightBytes) store_weight(to, weights[i]);
+    }
+  }
+}
 
 template <Numbers kNumbers, int kBlocks, class Input>
 void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, int64_t end_row, int64_t block,
                     const Sink& sink) {
-  using Weight = typename KindOf<Input>::Weight;
   constexpr int kItems = Input::kItemsOfStep;
   thread_local Scratch panel_memory, scale_memory, total_memory;
   const int64_t groups = w.num_groups(), steps = w.padded_in() / 8, block_bytes = w.block_bytes();
@@ -856,18 +876,7 @@ void rows_of_blocks(const PackedWeight& w, const Input& x, int64_t first_row, in
     } else {
       panel.weights = unpacked;
       panel.block_stride = panel.num_items * KindOf<Input>::kWeightBytes;
-      uint8_t* to = unpacked;
-      for (int b = 0; b < kBlocks; b++) {
-        const uint8_t* p = lines + b * block_bytes;
-        for (int64_t step = 0; step < count; step++, p += line_bytes(kNumbers)) {
-          Weight weights[kItems];
-          for (int64_t line = 0; line < line_bytes(kNumbers); line += 64) {
-            __builtin_prefetch(p + prefetch_distance(kBlocks * block_bytes) + line);
-          }
-          expand<kNumbers>(p, weights);
-          for (int i = 0; i < kItems; i++, to += KindOf<Input>::kWeightBytes) store_weight(to, weights[i]);
-        }
-      }
+      unpack<kNumbers, kBlocks, Input>(lines, block_bytes, count, unpacked);
     }
     if (!is_one_group) {
       for (int64_t group = 0; group < panel.num_groups; group++) {
@@ -927,6 +936,9 @@ void many_rows(const PackedWeight& w, const Input& x, int64_t num_rows, const Si
   });
 }
 
+#ifdef LLMQ_TILES
+#include "linear_tiles.h"
+#else
 template <Numbers kNumbers, class Input>
 void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& sink) {
   switch (num_rows) {
@@ -941,6 +953,7 @@ void run(const PackedWeight& w, const Input& x, int64_t num_rows, const Sink& si
   }
   many_rows<kNumbers>(w, x, num_rows, sink);
 }
+#endif
 
 void run_linear(const PackedWeight& w, Activations activations, Rows rows, int64_t num_rows, const Sink& sink) {
   thread_local InputMemory memory;

@@ -49,8 +49,9 @@ class ThreadPool {
   // Calls body(task, end) for each of [0, num_tasks) once, as parallel_for does, but threads do not take turns: each
   // goes along a run of its own, task after task up to `end`, so that it may fetch the next one's memory meanwhile.
   // Who has come to the end of its run helps with what is left of others.
-  template <class Body>
-  void parallel_runs(int64_t num_tasks, const Body& body) {
+  // What enter() returns is a thread's own: made before its first task, destroyed behind its last.
+  template <class Body, class Enter>
+  void parallel_runs(int64_t num_tasks, const Body& body, const Enter& enter) {
     struct alignas(64) Run {
       std::atomic<int64_t> next;
       int64_t end;
@@ -63,6 +64,7 @@ class ThreadPool {
       runs[run].end = num_tasks * (run + 1) / num_runs;
     }
     parallel_for(num_runs, 1, [&](int64_t begin, int64_t, int) {
+      [[maybe_unused]] const auto entered = enter();
       for (int64_t turn = 0; turn < num_runs; turn++) {
         Run& run = runs[(begin + turn) % num_runs];
         while (run.next.load(std::memory_order_relaxed) < run.end) {
@@ -71,6 +73,10 @@ class ThreadPool {
         }
       }
     });
+  }
+  template <class Body>
+  void parallel_runs(int64_t num_tasks, const Body& body) {
+    parallel_runs(num_tasks, body, [] { return 0; });
   }
 
  private:

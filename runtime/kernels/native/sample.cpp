@@ -20,9 +20,10 @@ namespace {
 #include "sample_noise.h"
 
 const SampleKernels& kernels() {
-  return isa() == Isa::avx512_bf16   ? avx512_bf16::sample_kernels
-         : isa() == Isa::avx512_vnni ? avx512_vnni::sample_kernels
-                                     : avx2::sample_kernels;
+  const Isa isa = isa_without_tiles();
+  return isa == Isa::avx512_bf16   ? avx512_bf16::sample_kernels
+         : isa == Isa::avx512_vnni ? avx512_vnni::sample_kernels
+                                   : avx2::sample_kernels;
 }
 
 struct Token {

@@ -13,20 +13,6 @@ constexpr bool kRoundedHoldsTotals = false, kExactHoldsTotals = false;
 constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6;
 constexpr int kFewRowsBlocks[] = {0, 4, 2, 1, 1};
 
-// Exact products are with u as it is and where it is: a byte or nibble that begins at bit b of its lane is u * 2^b as a
-// float, but for the upmost one, which is moved. 2^-b is what its input is multiplied with before (of two steps). int3
-// is taken as the int4 that it would be.
-constexpr int exact_center(Numbers numbers, int center) {
-  return numbers == Numbers::int3 ? -4 : numbers == Numbers::int4 || numbers == Numbers::int8 ? 0 : center;
-}
-LLMQ_INLINE const float* places_of_inputs(Numbers numbers) {
-  static constexpr float kOfInt4[] = {1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1,
-                                      1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1};
-  static constexpr float kOfInt8[] = {1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1,
-                                      1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1};
-  return numbers == Numbers::int4 || numbers == Numbers::int3 ? kOfInt4 : numbers == Numbers::int8 ? kOfInt8 : nullptr;
-}
-
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 LLMQ_INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 LLMQ_INLINE Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -158,6 +144,49 @@ LLMQ_INLINE __m256 round_to_e4m3(__m256 v) {
 }
 LLMQ_INLINE Floats round_to_e4m3(Floats v) { return {round_to_e4m3(v.a), round_to_e4m3(v.b)}; }
 
+// The lower bits of nibbles from `twos`, the third from `ones`.
+LLMQ_INLINE __m256i joined(__m256i twos, __m256i ones) {
+  return _mm256_or_si256(_mm256_and_si256(twos, _mm256_set1_epi8(0x33)), _mm256_and_si256(ones, _mm256_set1_epi8(0x44)));
+}
+// The int4 line of 48 bytes of int3.
+LLMQ_INLINE Ints load_int3_line(const uint8_t* p) {
+  const __m256i twos = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i ones = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 32)));
+  const __m256i left = _mm256_setr_epi32(2, 2, 2, 2, 1, 1, 1, 1), right = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+  return {joined(twos, _mm256_sllv_epi32(ones, left)),
+          joined(_mm256_srli_epi32(twos, 2), _mm256_srlv_epi32(ones, right))};
+}
+
+// 8 inputs: the nibbles of a line as bytes, less bits that `mask` lacks: inputs 0 to 3 and 4 to 7.
+LLMQ_INLINE void expand_nibbles(Ints v, char mask, Ints out[2]) {
+  const __m256i low = _mm256_set1_epi8(mask);
+  out[0] = {_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)};
+  out[1] = {_mm256_and_si256(_mm256_srli_epi16(v.a, 4), low), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), low)};
+}
+
+// The e4m3 at `shift` of each lane.
+template <int kShift>
+LLMQ_INLINE __m256 e4m3_byte(__m256i v) {
+  const __m256i u = _mm256_srli_epi32(v, kShift), size = _mm256_and_si256(u, _mm256_set1_epi32(0x7f));
+  const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32((127 - 7) << 23));
+  // Those below 2^-6 have no leading one: m * 2^-9.
+  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
+  const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(7));
+  const __m256 bits = _mm256_blendv_ps(small, _mm256_castsi256_ps(normal), _mm256_castsi256_ps(is_normal));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(u, 24), _mm256_set1_epi32(static_cast<int>(0x80000000)));
+  return _mm256_or_ps(bits, _mm256_castsi256_ps(sign));
+}
+template <int kShift>
+LLMQ_INLINE Floats e4m3_byte(Ints v) {
+  return {e4m3_byte<kShift>(v.a), e4m3_byte<kShift>(v.b)};
+}
+
+#ifdef LLMQ_TILES
+#include "simd_avx2_tiles.h"
+#else
+
+#define LLMQ_SUMS_IN_WORDS  // WordSums, WordLine
+
 // Sums of pairs of products, in int16.
 struct WordSums {
   __m256i a, b;
@@ -199,26 +228,6 @@ LLMQ_INLINE void expand_to_words(const uint8_t* p, WordLine out[2]) {
   out[1] = {{_mm256_srli_epi16(v.a, 8), _mm256_srli_epi16(v.b, 8)}};
 }
 
-// The lower bits of nibbles from `twos`, the third from `ones`.
-LLMQ_INLINE __m256i joined(__m256i twos, __m256i ones) {
-  return _mm256_or_si256(_mm256_and_si256(twos, _mm256_set1_epi8(0x33)), _mm256_and_si256(ones, _mm256_set1_epi8(0x44)));
-}
-// The int4 line of 48 bytes of int3.
-LLMQ_INLINE Ints load_int3_line(const uint8_t* p) {
-  const __m256i twos = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i ones = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 32)));
-  const __m256i left = _mm256_setr_epi32(2, 2, 2, 2, 1, 1, 1, 1), right = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-  return {joined(twos, _mm256_sllv_epi32(ones, left)),
-          joined(_mm256_srli_epi32(twos, 2), _mm256_srlv_epi32(ones, right))};
-}
-
-// 8 inputs: the nibbles of a line as bytes, less bits that `mask` lacks: inputs 0 to 3 and 4 to 7.
-LLMQ_INLINE void expand_nibbles(Ints v, char mask, Ints out[2]) {
-  const __m256i low = _mm256_set1_epi8(mask);
-  out[0] = {_mm256_and_si256(v.a, low), _mm256_and_si256(v.b, low)};
-  out[1] = {_mm256_and_si256(_mm256_srli_epi16(v.a, 4), low), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), low)};
-}
-
 // The inputs of a pair one by one: the weights of both would not leave the sums of a tile their registers.
 using Pair = Floats;
 using InputPair = float;
@@ -228,6 +237,20 @@ constexpr int64_t kPairBytes = 64;
 LLMQ_INLINE Floats dot_pair(Floats sum, Pair w, const InputPair* x) { return multiply_add(w, broadcast(*x), sum); }
 LLMQ_INLINE Pair load_pair(const uint8_t* p) { return load_floats(reinterpret_cast<const float*>(p)); }
 LLMQ_INLINE void store_pair(uint8_t* p, Pair v) { store_floats(reinterpret_cast<float*>(p), v); }
+
+// Exact products are with u as it is and where it is: a byte or nibble that begins at bit b of its lane is u * 2^b as a
+// float, but for the upmost one, which is moved. 2^-b is what its input is multiplied with before (of two steps). int3
+// is taken as the int4 that it would be.
+constexpr int exact_center(Numbers numbers, int center) {
+  return numbers == Numbers::int3 ? -4 : numbers == Numbers::int4 || numbers == Numbers::int8 ? 0 : center;
+}
+LLMQ_INLINE const float* places_of_inputs(Numbers numbers) {
+  static constexpr float kOfInt4[] = {1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1,
+                                      1, 0x1p-16, 0x1p-8, 0x1p-24, 0x1p-4, 0x1p-20, 0x1p-12, 1};
+  static constexpr float kOfInt8[] = {1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1,
+                                      1, 0x1p-16, 0x1p-8, 1, 1, 0x1p-16, 0x1p-8, 1};
+  return numbers == Numbers::int4 || numbers == Numbers::int3 ? kOfInt4 : numbers == Numbers::int8 ? kOfInt8 : nullptr;
+}
 
 // kBits bits at kShift of each lane, as places_of_inputs says.
 template <int kShift, int kBits>
@@ -275,22 +298,6 @@ LLMQ_INLINE void expand_int3(const uint8_t* p, Pair out[8]) {
 LLMQ_INLINE void expand_int8_line(const uint8_t* p, Pair out[4]) {
   bytes_in_place(load_line(p), [&](int i, Pair w) LLMQ_UNROLLED { out[i] = w; });
 }
-// The e4m3 at `shift` of each lane.
-template <int kShift>
-LLMQ_INLINE __m256 e4m3_byte(__m256i v) {
-  const __m256i u = _mm256_srli_epi32(v, kShift), size = _mm256_and_si256(u, _mm256_set1_epi32(0x7f));
-  const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32((127 - 7) << 23));
-  // Those below 2^-6 have no leading one: m * 2^-9.
-  const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
-  const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(7));
-  const __m256 bits = _mm256_blendv_ps(small, _mm256_castsi256_ps(normal), _mm256_castsi256_ps(is_normal));
-  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(u, 24), _mm256_set1_epi32(static_cast<int>(0x80000000)));
-  return _mm256_or_ps(bits, _mm256_castsi256_ps(sign));
-}
-template <int kShift>
-LLMQ_INLINE Floats e4m3_byte(Ints v) {
-  return {e4m3_byte<kShift>(v.a), e4m3_byte<kShift>(v.b)};
-}
 LLMQ_INLINE void expand_e4m3_line(const uint8_t* p, Pair out[4]) {
   const Ints v = load_line(p);
   out[0] = e4m3_byte<0>(v);
@@ -304,3 +311,5 @@ LLMQ_INLINE void expand_bf16_line(const uint8_t* p, Pair out[2]) {
   out[0] = {_mm256_castsi256_ps(_mm256_slli_epi32(v.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(v.b, 16))};
   out[1] = {_mm256_castsi256_ps(_mm256_and_si256(v.a, upper)), _mm256_castsi256_ps(_mm256_and_si256(v.b, upper))};
 }
+
+#endif

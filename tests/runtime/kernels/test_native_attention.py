@@ -17,8 +17,7 @@ if native is None:
 
 from llmq.runtime.attention.native import NativeAttention, native_planes
 
-ISAS = ["avx2", "avx512_vnni", "avx512_bf16"]
-ISAS = ISAS[: ISAS.index(native.native_isa()) + 1]
+ISAS = native.isas()
 SCALES = {0: (1.0, 1.0), 1: (0.02, 0.03)}
 # Relative to the whole output: a bfloat16 has 8 bits, and its weights and its result are rounded.
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3}

@@ -18,8 +18,7 @@ from llmq.runtime.layers.rounded_input import round_input
 
 pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
 
-ALL_ISAS = ("avx2", "avx512_vnni", "avx512_bf16")
-ISAS = ALL_ISAS[: 1 + ALL_ISAS.index(native.native_isa())] if native is not None else ()
+ISAS = native.isas() if native is not None else ()
 POISON = -(2.0**120)  # no product comes near it, and bf16 holds it
 
 
@@ -292,6 +291,23 @@ def test_a_row_is_the_same_whatever_is_beside_it(isa, kind, mode):
     for first, count in [(0, 1), (1, 2), (3, 3), (7, 4), (11, 5), (20, 13), (40, 97), (100, 130)]:
         part = product(linear, activations, x[first : first + count], torch.float32)
         assert torch.equal(part, whole[first : first + count]), count
+
+
+@pytest.mark.parametrize("mode", ["int8_group", "int8_row"])
+@pytest.mark.parametrize(("bits", "strategy", "group_size"), [(4, "group", 64), (4, "group", 24), (8, "channel", None)])
+def test_integer_sums_are_the_same_to_the_last_bit_by_every_instruction_set(mode, bits, strategy, group_size):
+    """They are exact, and scaled in the same order."""
+    kwargs = {} if group_size is None else {"group_size": group_size}
+    linear = NativeLinear(make("int", bits, strategy, 150, 680, 2, zero="int", **kwargs), None)
+    try:
+        for rows in (1, 4, 5, 16, 17, 40, 130, 300):
+            x, made = input_of(rows, 680, rows), []
+            for name in ISAS:
+                native.force_isa(name)
+                made.append(product(linear, getattr(native.Activations, mode), x, torch.float32))
+            assert all(torch.equal(one, made[0]) for one in made), rows
+    finally:
+        native.force_isa(native.native_isa())
 
 
 def test_int8_products_are_those_of_torch(isa):

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here:
 if native is not None:
     from llmq.runtime.sampling.on_cpu import draw_on_cpu
 
-ALL_ISAS = ("avx2", "avx512_vnni", "avx512_bf16")
-ISAS = ALL_ISAS[: 1 + ALL_ISAS.index(native.native_isa())] if native is not None else ()
+ISAS = native.isas() if native is not None else ()
 
 
 @pytest.fixture(params=ISAS)

@@ -24,8 +24,7 @@ from llmq.runtime.programs.eager import EagerProgram
 from llmq.runtime.programs.lowering import NotLoweredError
 from llmq.runtime.programs.native import NativeProgram
 
-ISAS = ["avx2", "avx512_vnni", "avx512_bf16"]
-ISAS = ISAS[: ISAS.index(native.native_isa()) + 1]
+ISAS = native.isas()
 HALF_STEP = 2**-8  # of a bfloat16, relative: rounded once
 PROMPTS = [[(7 * position + 31 * row) % 500 + 3 for position in range(80)] for row in range(3)]
 

@@ -152,8 +152,8 @@ bool attend(KVFormat key_format, KVFormat value_format) {
 
 int main() {
   thread_pool().resize(3);
-  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16}) {
-    if (one > native_isa()) continue;
+  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx, Isa::amx_emulated}) {
+    if (!runs_here(one)) continue;
     force_isa(one);
     for (int turn = 0; turn < 40; turn++) {
       for (int format = 0; format < 6; format++) {

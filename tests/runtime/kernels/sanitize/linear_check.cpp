@@ -61,8 +61,8 @@ void product(Numbers type, Scales scales_type, Correction correction, bool has_o
 
 int main() {
   thread_pool().resize(3);
-  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16}) {
-    if (one > native_isa()) continue;
+  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx, Isa::amx_emulated}) {
+    if (!runs_here(one)) continue;
     force_isa(one);
     using Mode = Activations::Mode;
     for (int turn = 0; turn < 60; turn++) {

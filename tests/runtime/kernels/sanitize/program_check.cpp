@@ -88,8 +88,8 @@ std::vector<uint16_t> run(KVFormat format, int window, bool layer_norm) {
 }  // namespace
 
 int main() {
-  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16}) {
-    if (one > native_isa()) continue;
+  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx, Isa::amx_emulated}) {
+    if (!runs_here(one)) continue;
     force_isa(one);
     for (int format = 0; format < 6; format++) {
       for (int window : {0, 50}) {

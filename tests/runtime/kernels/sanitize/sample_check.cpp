@@ -66,8 +66,8 @@ bool draw(int64_t num_rows, int64_t vocab_size, int64_t stride) {
 
 int main() {
   thread_pool().resize(3);
-  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16}) {
-    if (one > native_isa()) continue;
+  for (Isa one : {Isa::avx2, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx, Isa::amx_emulated}) {
+    if (!runs_here(one)) continue;
     force_isa(one);
     for (int turn = 0; turn < 400; turn++) {
       const int64_t vocab_size = turn < 70 ? 1 + turn : 1 + random_below(turn % 20 == 0 ? 40000 : 1500);
