@@ -465,7 +465,7 @@ struct KindOf<RoundedWords> : KindOf<RoundedInput> {
 // body(item, weights), for each item of a step.
 template <Numbers kNumbers, class Input, class Body>
 LLMQ_INLINE void for_weights(const uint8_t* p, const Body& body) {
-#ifndef __AVX512F__
+#if !defined(__AVX512F__) && !defined(LLMQ_TILES)
   if constexpr (std::is_same_v<Input, ExactInput>) {
     if constexpr (kNumbers == Numbers::int4) return nibbles_in_place(load_line(p), body);
     if constexpr (kNumbers == Numbers::int3) return nibbles_in_place(int3_as_int4(p), body);
