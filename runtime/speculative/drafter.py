@@ -33,10 +33,10 @@ class Acceptance:
     """How often a guess was right, by how much spoke for it: a few classes, each counted for itself.
 
     A share is the mean of a Beta distribution that begins at a prior of PRIOR_GUESSES guesses and remembers the last
-    MEMORY or so of them. Beside it the last RECENT or so are counted: where it is too unlikely (SURPRISE) that both
-    are of one text, it has become another one, and what was known before is forgotten. What is paid for goes
-    by `lower`, a standard deviation below the mean: guesses that were compared with what came, and not verified, have
-    cost nothing. What is tried goes by `upper`, two above it.
+    MEMORY or so of them. Beside it the last RECENT or so are counted: where fewer are right than could be (SURPRISE) of
+    the same text, it has become another one, and what was known before is forgotten. What is paid for goes by `lower`,
+    a standard deviation below the mean: guesses that were compared with what came, and not verified, have cost nothing.
+    What is tried goes by `upper`, two above it.
     """
 
     PRIOR_GUESSES = 4.0
@@ -76,7 +76,9 @@ class Acceptance:
         self._made[level] = kept * self._made[level] + 1.0
         recent = self._recent[level] = self._recent[level] + (is_right - self._recent[level]) / self.RECENT
         num_recent = 2.0 * self.RECENT - 1.0  # a mean that forgets is as good as one of so many
-        if 2.0 * num_recent * _divergence(recent, self.share(level)) > self.SURPRISE:
+        share = self.share(level)
+        # One that has become better is found so by and by: a few lucky guesses would be believed.
+        if recent < share and 2.0 * num_recent * _divergence(recent, share) > self.SURPRISE:
             made = min(self._made[level], self.RECENT)
             self._right[level], self._made[level] = made * recent, made
 

@@ -5,10 +5,11 @@ Prompts are HumanEval's functions (code), GSM8K's questions and MT-Bench's first
 order; a method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the
 least and the most. Each batch of each round is a pair of its own: shown is the 95 % confidence interval of their mean
 ratio (Student's t of its logarithm), and whether that is "slower", "faster", or, where 1 lies within, "not slower".
-Prompts are in the prefix cache before, and timed is from the first token of the last one on. A batch lasts as long as
-its slowest answer, which guesses that are right for the others do not shorten: with --waves N a pair is N batches of
-prompts, each taking the place of one that is answered, as in a server, and timed as long as all places are taken. A
-pass is a request's share of a step in which it decodes. First there is a round of everything, then another one.
+Prompts are in the prefix cache before, and timed are the steps in which all places decode and no prompt is computed: a
+batch that lasts as long as its slowest answer, or a prompt whose answer is not waited for, would count against guesses
+that are right for others. With --waves N a pair is N batches of prompts, each taking the place of one that is answered,
+as in a server. A pass is a request's share of a step in which it decodes. First there is a round of everything, then
+another one.
 
 Methods: ngram, draft (by --drafter), w3 and w4 (by a copy of the model in so many bits), layers-N (by its first N
 layers), each with --num-tokens guesses; auto and auto-METHOD guess as many as are worth their time.
@@ -50,7 +51,7 @@ from llmq.runtime.config import EngineConfig, Speculation
 from llmq.runtime.engine import Engine
 from llmq.runtime.frontend.tokenizer import Tokenizer
 from llmq.runtime.pacer import Pacer
-from llmq.runtime.request import EngineRequest, EngineStats
+from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftTerms
 from llmq.runtime.speculative.drafter import Drafter
@@ -212,46 +213,37 @@ _numbers = itertools.count()
 
 
 def run(engine: Engine, prompts: list[list[int]], num_tokens: int, at_once: int | None = None) -> Piece:
-    """Answers to all prompts, `at_once` of them (None: all) at any time. Timed is from the first token of the last of
-    these on: to the end, or where others take their places as long as none is empty."""
+    """Answers to all prompts, `at_once` of them (None: all) at any time. Timed are the steps in which so many decode
+    and no prompt is computed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     written: dict[str, list[int]] = {str(next(_numbers)): [] for _ in prompts}
     waiting = deque(
         EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
         for name, prompt in zip(written, prompts, strict=True)
     )
-    first = list(written)[:at_once]
-    for _ in first:
+    places = len(prompts) if at_once is None else at_once
+    for _ in range(min(places, len(waiting))):
         engine.add_request(waiting.popleft())
-    is_refilled, began, ended, passes = bool(waiting), None, None, 0
-
-    def now() -> tuple[float, int, EngineStats]:
-        return time.perf_counter(), sum(map(len, written.values())), engine.stats()
-
+    made = {"seconds": 0.0, "num_tokens": 0, "passes": 0, "draft_tokens": 0, "accepted": 0, "draft_s": 0.0}
     while engine.has_unfinished_requests:
-        if began is None and all(written[name] for name in first):
-            began = now()
-        for output in engine.step():
+        decoding = [one for one in engine.scheduler.running if one.num_computed_tokens >= one.num_prompt_tokens]
+        is_timed = len(decoding) == len(engine.scheduler.running) == places and not engine.scheduler.waiting
+        before, began_s = engine.stats(), time.perf_counter()
+        outputs = engine.step()
+        if is_timed:
+            after = engine.stats()
+            made["seconds"] += time.perf_counter() - began_s
+            made["num_tokens"] += sum(len(output.new_token_ids) for output in outputs)
+            made["passes"] += len(outputs)
+            made["draft_tokens"] += after.draft_tokens - before.draft_tokens
+            made["accepted"] += after.accepted_draft_tokens - before.accepted_draft_tokens
+            made["draft_s"] += after.draft_s - before.draft_s
+        for output in outputs:
             written[output.request_id] += output.new_token_ids
-            passes += began is not None and ended is None
-            if output.finish_reason is None:
-                continue
-            if waiting:
+            if output.finish_reason is not None and waiting:
                 engine.add_request(waiting.popleft())
-            elif is_refilled:
-                ended = ended or now()
-    ended = ended or now()
-    (start_s, counted, before), (end_s, made, after) = began or ended, ended
-    return {
-        "seconds": end_s - start_s,
-        "num_tokens": made - counted,
-        "passes": passes,
-        "draft_tokens": after.draft_tokens - before.draft_tokens,
-        "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
-        "draft_s": after.draft_s - before.draft_s,
-        "token_ids": list(written.values()),
-        "speeds": [(made - counted) / (end_s - start_s) if end_s > start_s else 0.0],
-    }
+    speed = made["num_tokens"] / made["seconds"] if made["seconds"] else 0.0
+    return made | {"token_ids": list(written.values()), "speeds": [speed]}
 
 
 def together(parts: list[Piece]) -> Piece:
