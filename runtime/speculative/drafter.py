@@ -85,4 +85,5 @@ class Acceptance:
 
 def _divergence(p: float, q: float) -> float:
     """Of a coin that falls right with p from one with q (Kullback and Leibler), in nats."""
-    return sum(a * math.log(a / b) for a, b in ((p, q), (1.0 - p, 1.0 - q)) if a > 0.0)
+    # A share may be rounded to 1.
+    return sum(a * math.log(a / max(b, 1e-12)) for a, b in ((p, q), (1.0 - p, 1.0 - q)) if a > 0.0)

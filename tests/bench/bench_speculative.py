@@ -294,6 +294,8 @@ class Bench:
                 engine = self.engines.of(method)
                 parts[method.name].append(run(engine, group, self._arguments.tokens, at_once=batch))
         made = {name: together(of_groups) for name, of_groups in parts.items()}
+        if idle := [name for name, piece in made.items() if not piece["seconds"]]:
+            sys.exit(f"{', '.join(idle)}: no step in which {batch} decode at once; try more --tokens or --kv-mib")
         if self._arguments.llamacpp is not None and batch == 1:
             self._llamacpp = self._llamacpp or LlamaCpp(self._arguments)
             prompts = [prompt for group in groups for prompt in group]

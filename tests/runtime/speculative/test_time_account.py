@@ -292,6 +292,13 @@ def test_what_one_kind_of_text_has_taught_is_not_believed_of_the_next(cost, batc
     assert lost < 8.0
 
 
+def test_a_guess_that_was_always_right_may_fail():
+    acceptance = Acceptance([1.0])
+    acceptance._recent = [0.5]  # the share is 1: no likelihood is left for what is seen
+    acceptance.count(0, True)
+    assert acceptance.share(0) == pytest.approx(0.5, abs=0.05)
+
+
 def test_an_account_gives_no_more_than_it_was_given():
     account, spent_s, saved_s, rng = TimeAccount(), 0.0, 0.0, random.Random(0)
     for step in range(5000):
