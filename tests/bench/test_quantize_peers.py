@@ -132,7 +132,7 @@ def test_results_are_read_back_and_summed_over_common_windows(tmp_path):
 
 
 def test_a_job_is_read_back_as_it_was(tmp_path, monkeypatch):
-    job = Job("model", str(tmp_path / "out"), SCHEMES["w8a8"], [[1, 2]], {"text": "t"}, {"method": "gptq"})
+    job = Job("model", str(tmp_path / "out"), SCHEMES["w8a8"], [[1, 2]], {"text": "t"}, options={"method": "gptq"})
     monkeypatch.setattr("sys.argv", ["drive_rtn.py", str(job.save())])
     assert Job.from_command_line() == job
 

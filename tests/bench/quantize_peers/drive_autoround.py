@@ -11,7 +11,7 @@ def main() -> None:
     job = Job.from_command_line()
     meter = Meter(job)
     scheme = job.scheme
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
     tuner = AutoRound(
         model,
         AutoTokenizer.from_pretrained(job.model),
@@ -23,6 +23,7 @@ def main() -> None:
         nsamples=len(job.samples),
         seqlen=max(map(len, job.samples)),
         device_map="cpu",
+        amp=job.dtype != "float32",  # else its blocks multiply in bf16
         enable_torch_compile=False,
         **job.options,
     )

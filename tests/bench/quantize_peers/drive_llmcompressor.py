@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def main() -> None:
     job = Job.from_command_line()
     meter = Meter(job)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
     is_calibrated = job.scheme.kind == "int"
     oneshot(
         model=model,
