@@ -36,8 +36,11 @@ constexpr int64_t kRowsOfTask = 192;  // that share it
 // Few rows fetch into the second-level cache, many into the first.
 constexpr int64_t kPrefetchMost = 128 << 10, kPrefetchMostOfFewRows = 448 << 10, kPrefetchAhead = 2048;
 
-// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers. fp8 takes most instructions.
-constexpr int64_t direct_tiles(Numbers numbers) { return numbers == Numbers::fp8 ? 1 : 2; }
+// Tiles that unpack a weight each for itself, where kDirectTileRows fit the registers: fewer, the more that takes.
+constexpr int64_t direct_tiles(Numbers numbers) {
+  if (numbers == Numbers::fp8) return 1;
+  return numbers == Numbers::bf16 || numbers == Numbers::int8 ? kMostDirectTiles : 2;
+}
 
 constexpr int64_t line_bytes(Numbers numbers) { return bits_of(numbers) * kLane; }  // of 8 inputs and kLane outputs
 

@@ -10,7 +10,7 @@ struct Ints {
 constexpr int kExactTileRows = 6, kRoundedTileRows = 6, kTileBlocks = 1;
 constexpr int kRoundedGroupedTileRows = 6;
 constexpr bool kRoundedHoldsTotals = false, kExactHoldsTotals = false;
-constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6;
+constexpr int kExactGroupedTileRows = kExactTileRows, kDirectTileRows = 6, kMostDirectTiles = 4;
 constexpr int kFewRowsBlocks[] = {0, 4, 2, 1, 1};
 
 LLMQ_INLINE Floats zero_floats() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

@@ -10,9 +10,9 @@ constexpr int kExactTileRows = 12, kRoundedTileRows = 12, kTileBlocks = 2;
 constexpr int kRoundedGroupedTileRows = 6;
 constexpr bool kRoundedHoldsTotals = true, kExactHoldsTotals = true;
 #ifdef __AVX512BF16__
-constexpr int kExactGroupedTileRows = 7, kDirectTileRows = 12;
+constexpr int kExactGroupedTileRows = 7, kDirectTileRows = 12, kMostDirectTiles = 2;
 #else
-constexpr int kExactGroupedTileRows = 6, kDirectTileRows = 8;
+constexpr int kExactGroupedTileRows = 6, kDirectTileRows = 8, kMostDirectTiles = 2;
 #endif
 constexpr int kPairsOfStep = 4;
 // What exact products multiply is centered, and in its place.
