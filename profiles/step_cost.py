@@ -105,15 +105,17 @@ class StepCost:
         return self.row_s or (self.token_s,) * (len(ROW_KNOTS) - 1)
 
     @cached_property
-    def _at_knots_s(self) -> np.ndarray:
-        return self.token_s + np.concatenate([[0.0], np.cumsum(np.diff(ROW_KNOTS) * self.row_s)])
+    def _few_tokens_s(self) -> np.ndarray:
+        """[ROW_KNOTS[-1] + 1]: of no token, one, two, …"""
+        at_knots_s = self.token_s + np.concatenate([[0.0], np.cumsum(np.diff(ROW_KNOTS) * self._row_s)])
+        return np.interp(np.arange(ROW_KNOTS[-1] + 1), (0, *ROW_KNOTS), (0.0, *at_knots_s))
 
-    def tokens_s(self, num_tokens: float | np.ndarray) -> float | np.ndarray:
+    def tokens_s(self, num_tokens: int | np.ndarray) -> float | np.ndarray:
         """Of the layers' products of so many tokens."""
-        if not self.row_s:
-            return self.token_s * num_tokens
-        outside = np.minimum(num_tokens, 1) - 1 + np.maximum(num_tokens - ROW_KNOTS[-1], 0)
-        return np.interp(num_tokens, ROW_KNOTS, self._at_knots_s) + self.token_s * outside
+        few, most = self._few_tokens_s, ROW_KNOTS[-1]
+        if isinstance(num_tokens, int):
+            return float(few[min(num_tokens, most)]) + self.token_s * max(0, num_tokens - most)
+        return few[np.minimum(num_tokens, most)] + self.token_s * np.maximum(0, num_tokens - most)
 
     def rows_more_s(self, num_tokens: int, context: float, most: int) -> np.ndarray:
         """[most + 1]: what 0 to `most` rows more add to a step of `num_tokens`, for sequences of `context` tokens. A
@@ -128,7 +130,8 @@ class StepCost:
     def more_s(self, shape: StepShape, beside: int = 0) -> float:
         """What `shape` adds to a step of so many other tokens."""
         return (
-            float(self.tokens_s(beside + shape.num_tokens) - self.tokens_s(beside))
+            self.tokens_s(beside + shape.num_tokens)
+            - self.tokens_s(beside)
             + self.sequence_s * shape.num_sequences
             + self.context_token_s * shape.context_tokens
             + self.pair_s * shape.attention_pairs

@@ -52,9 +52,10 @@ class Pacer:
     def end_step(self, plan: SchedulerOutput, draft_s: float = 0.0, *, goes_on: bool) -> None:
         """`draft_s`: what guessing for the next step took, which belongs to no term of this one."""
         now_s = self._clock()
-        self.model.observe(step_shape(plan), now_s - self._began_s - draft_s)
+        step_s = now_s - self._began_s - draft_s
+        self.model.observe(step_shape(plan), step_s)
         if self._drafts is not None:
-            self._drafts.observe(draft_s)
+            self._drafts.observe(step_s, draft_s)
         self._ended_s = now_s if goes_on else None
 
     def rest(self) -> None:

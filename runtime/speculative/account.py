@@ -13,7 +13,7 @@ class TimeAccount:
 
         time with speculation <= (1 + WATCHED + SHARE) · time without + FIRST_STEPS plain steps
 
-    however seldom guesses are right, as far as steps take what they are thought to: no more is drawn than was put in.
+    however seldom guesses are right: no more is drawn than was put in, but for the last time.
     Gains above MOST_STEPS are not kept: from any moment on no more than those are lost again.
     """
 
@@ -21,8 +21,9 @@ class TimeAccount:
         self._balance_s: float | None = None
 
     def spare_s(self, plain_s: float) -> float:
-        """What guessing may cost, where a step without guesses takes `plain_s`."""
-        return FIRST_STEPS * plain_s if self._balance_s is None else max(0.0, self._balance_s)
+        """What guessing may cost, where a step without guesses takes `plain_s`. Below 0 where it cost more than was
+        thought: nothing is guessed then, and be it believed to cost nothing."""
+        return FIRST_STEPS * plain_s if self._balance_s is None else self._balance_s
 
     def book(self, plain_s: float, *, saved_s: float, guessing_s: float, rows_s: float) -> None:
         """A step that would have taken `plain_s` without guesses: what accepted ones have saved, and what it took to

@@ -76,7 +76,7 @@ def test_it_turns_itself_off_where_arithmetic_is_the_limit():
 
 def least_chance(policy: DraftPolicy, batch: int) -> float:
     """That repays a row more."""
-    prices = policy.terms([100] * batch).prices
+    prices = policy.prices([100] * batch)
     return prices.rows_s[1] / prices.token_s
 
 

@@ -9,6 +9,7 @@ from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftPrices, DraftTerms, NewRequest, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, PRIORS, SHORTEST, NgramDrafter
+from llmq.runtime.speculative.worth import MARGIN
 
 
 def request(token_ids: list[int], name: str = "a") -> RunnerRequest:
@@ -26,7 +27,7 @@ def guess(drafter: NgramDrafter, known: RunnerRequest, count: int, least: float 
     """least: the chance that repays a row."""
     prices = None
     if least is not None:
-        rows_s = tuple(least * n for n in range(count + 1))
+        rows_s = tuple((1.0 - MARGIN) * least * n for n in range(count + 1))
         prices = DraftPrices(token_s=1.0, rows_s=rows_s, plain_s=1.0, spare_s=100.0)
     item = ScheduledRequest(
         request_id=known.request_id, num_computed_tokens=0, num_scheduled_tokens=1, samples=True, max_draft_tokens=count

@@ -99,7 +99,7 @@ class World:
             self.guessing_s = 0.0
             drafts = self.drafter.propose(items, self.requests, terms)
             self._model.observe(StepShape(rows, rows, 0, 0), step_s)
-            self._policy.observe(self.guessing_s)
+            self._policy.observe(step_s, self.guessing_s)
             self.now_s += step_s + self.guessing_s
         self._drafts, self._num_steps = drafts, self._num_steps + num_steps
         return self
@@ -246,6 +246,24 @@ def test_the_account_bounds_what_a_drafter_loses_that_is_always_sure(monkeypatch
         assert_bounded(run())
 
 
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("cost", ["tiles", "line"])
+def test_rows_that_cost_more_than_is_believed_are_paid_for(monkeypatch, cost, batch):
+    monkeypatch.setattr(Acceptance, "lower", lambda self, level: 0.8)
+    rows_more_s = StepCost.rows_more_s
+    monkeypatch.setattr(StepCost, "rows_more_s", lambda *given_to: 0.5 * rows_more_s(*given_to))
+
+    def run() -> World:
+        return with_ngrams(cost=COSTS[cost], batch=batch, chance=CHANCES["never"]).run(200)
+
+    world = run()
+    assert_bounded(world)
+    assert world.now_s > world.off_s + 0.5 * FIRST_STEPS * world.plain_s
+    monkeypatch.setattr(DraftPolicy, "_verified_s", lambda self, drafted: self._prices.rows_s[drafted])
+    with pytest.raises(AssertionError):
+        assert_bounded(run())
+
+
 def best_fixed(world: World, chance: float, share: float) -> float:
     """Seconds a token of the best number of guesses for all, made each step."""
     best = world.plain_s / world.batch
@@ -270,7 +288,7 @@ def test_where_guesses_are_right_it_comes_near_the_best_fixed_number(cost, batch
     began_s, before = world.now_s, world.num_tokens
     world.run(250)
     token_s = (world.now_s - began_s) / (world.num_tokens - before)
-    assert token_s <= 1.1 * best_fixed(world, chance, share)
+    assert token_s <= 1.13 * best_fixed(world, chance, share)
     assert_bounded(world)
 
 
@@ -289,7 +307,7 @@ def test_what_one_kind_of_text_has_taught_is_not_believed_of_the_next(cost, batc
         world.run(100)
         off_s = (world.num_tokens - num_tokens) / batch * world.plain_s
         lost += (world.now_s - began_s - off_s) / world.plain_s / num_worlds
-    assert lost < 8.0
+    assert lost < 6.5
 
 
 def test_a_guess_that_was_always_right_may_fail():
@@ -302,7 +320,7 @@ def test_a_guess_that_was_always_right_may_fail():
 def test_an_account_gives_no_more_than_it_was_given():
     account, spent_s, saved_s, rng = TimeAccount(), 0.0, 0.0, random.Random(0)
     for step in range(5000):
-        pays = rng.uniform(0.0, account.spare_s(1.0))
+        pays = rng.uniform(0.0, max(0.0, account.spare_s(1.0)))
         saved = rng.choice([0.0, 0.0, 0.5, 5.0]) if step < 1000 else 0.0
         spent_s, saved_s = spent_s + pays, saved_s + saved
         account.book(1.0, saved_s=saved, guessing_s=0.0, rows_s=pays)
