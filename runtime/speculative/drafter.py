@@ -48,6 +48,7 @@ class Acceptance:
         self._right = [self.PRIOR_GUESSES * prior for prior in priors]
         self._made = [self.PRIOR_GUESSES] * len(priors)
         self._recent = list(priors)  # shares of the last ones
+        self._lower: list[float | None] = [None] * len(priors)  # asked for often, and seldom another
 
     def share(self, level: int) -> float:
         """Of guesses of class `level`; those beyond the last class count as the last."""
@@ -55,7 +56,10 @@ class Acceptance:
         return self._right[level] / self._made[level]
 
     def lower(self, level: int) -> float:
-        return max(0.0, self.share(level) - self._deviation(level))
+        level = min(level, len(self._lower) - 1)
+        if (lower := self._lower[level]) is None:
+            lower = self._lower[level] = max(0.0, self.share(level) - self._deviation(level))
+        return lower
 
     def upper(self, level: int) -> float:
         return min(1.0, self.share(level) + 2.0 * self._deviation(level))
@@ -64,6 +68,7 @@ class Acceptance:
         """Nothing was learned for a step: what is not tried would never be found to have become better."""
         self._right = [(1.0 - self.FADE) * right for right in self._right]
         self._made = [(1.0 - self.FADE) * made for made in self._made]
+        self._lower = [None] * len(self._lower)
 
     def _deviation(self, level: int) -> float:
         share, made = self.share(level), self._made[min(level, len(self._made) - 1)]
@@ -71,6 +76,7 @@ class Acceptance:
 
     def count(self, level: int, is_right: bool) -> None:
         level = min(level, len(self._made) - 1)
+        self._lower[level] = None
         kept = min(1.0, self.MEMORY / self._made[level])
         self._right[level] = kept * self._right[level] + is_right
         self._made[level] = kept * self._made[level] + 1.0

@@ -16,6 +16,9 @@ LONGEST = 8  # a match is not measured beyond: more does not speak for more
 CANDIDATES = 8  # places that are compared, the last ones first
 # The chance of the next token after a match of 2, 3, … LONGEST tokens, until it is known of this server's texts.
 PRIORS = (0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8)
+# After so many steps in which no guess was worth verifying, texts are looked at in one of RESTING_STEPS only: a look is
+# a hundredth of a small model's step.
+IDLE_STEPS, RESTING_STEPS = 32, 4
 
 
 @dataclass
@@ -37,7 +40,8 @@ class NgramDrafter:
 
     Hash index of pairs, extended token by token: a proposal costs the new tokens and CANDIDATES comparisons, whatever
     the length of the text. Every guess is compared with what came, also those that were not worth verifying: so it is
-    known, at no cost, how often a match of each length is right, and what turned itself off turns itself on again.
+    known, at next to no cost, how often a match of each length is right, and what turned itself off turns itself on
+    again.
 
     With a pool what finished requests have answered speaks too, where more of it agrees.
     """
@@ -49,17 +53,28 @@ class NgramDrafter:
         self._texts: dict[str, _Text] = {}
         self._acceptance, self._pooled = Acceptance(PRIORS), Acceptance(PRIORS)
         self._pool, self.num_pooled = pool, 0
+        self._num_idle = 0  # steps since a guess was worth it
 
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
     ) -> list[list[int]]:
+        self._num_idle += 1
+        if self._rests(requests, terms):
+            return [[] for _ in items]
         texts = [
             self._guess(request, item.max_draft_tokens) if item.max_draft_tokens else _Text()
             for item, request in zip(items, requests, strict=True)
         ]
         counts = num_worth([self._chances(text) for text in texts], terms)
+        if any(counts):
+            self._num_idle = 0
         self.num_pooled += sum(count for text, count in zip(texts, counts, strict=True) if text.is_pooled)
         return [text.guess[:count] for text, count in zip(texts, counts, strict=True)]
+
+    def _rests(self, requests: Sequence[RunnerRequest], terms: DraftTerms) -> bool:
+        if terms.prices is None or self._num_idle <= IDLE_STEPS or self._num_idle % RESTING_STEPS == 0:
+            return False
+        return all(request.request_id in self._texts for request in requests)  # another text may be another kind of it
 
     def forget(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)

@@ -8,7 +8,15 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftPrices, DraftTerms, NewRequest, ScheduledRequest
 from llmq.runtime.speculative.drafter import Acceptance
-from llmq.runtime.speculative.ngram import CANDIDATES, LONGEST, PRIORS, SHORTEST, NgramDrafter
+from llmq.runtime.speculative.ngram import (
+    CANDIDATES,
+    IDLE_STEPS,
+    LONGEST,
+    PRIORS,
+    RESTING_STEPS,
+    SHORTEST,
+    NgramDrafter,
+)
 from llmq.runtime.speculative.worth import MARGIN
 
 
@@ -72,6 +80,26 @@ def test_a_guess_that_is_not_worth_it_is_not_made_but_learned_from():
         known.token_ids.append(period[step % 7])
         proposed = guess(drafter, known, 4, 0.9)
     assert proposed == [[*period, *period][200 % 7 :][:4]]  # it was right each time, without one being verified
+
+
+def test_where_nothing_is_worth_it_texts_are_looked_at_now_and_then():
+    period = [1, 2, 3, 4, 5, 6, 7]
+    drafter, known, looks = NgramDrafter(), request(2 * period), []
+    for step in range(IDLE_STEPS + 8 * RESTING_STEPS):
+        guess(drafter, known, 4, 1.1)
+        looks.append(drafter._texts["a"].guessed_at == len(known.token_ids))
+        known.token_ids.append(period[step % 7])
+    assert all(looks[:IDLE_STEPS])
+    assert sum(looks[IDLE_STEPS:]) == 8
+    asked = [bool(guess(drafter, known, 4, 0.1)[0]) for _ in range(RESTING_STEPS)]
+    assert any(asked)
+    assert asked == sorted(asked)  # with a guess that is worth it the rest has ended
+    for _ in range(IDLE_STEPS + 1):
+        guess(drafter, known, 4, 1.1)
+    other = request(2 * period, "b")
+    assert guess(drafter, other, 4, 0.1) != [[]]  # a new request is looked at
+    for _ in range(IDLE_STEPS + RESTING_STEPS):
+        assert guess(drafter, known, 4) != [[]]  # without prices there is no rest
 
 
 def test_chances_multiply_along_a_draft():
