@@ -1,15 +1,18 @@
 """Speculation on real prompts: tokens a pass, and speed against the same model without, interleaved.
 
 Prompts are HumanEval's functions (code), GSM8K's questions and MT-Bench's first turns, as chats, answered greedily and
-`batch` at once. In a round off and each method answer each batch of prompts one after the other, each time in another
-order; a method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the
-least and the most. Each batch of each round is a pair of its own: shown is the 95 % confidence interval of their mean
-ratio (Student's t of its logarithm), and whether that is "slower", "faster", or, where 1 lies within, "not slower".
-Prompts are in the prefix cache before, and timed are the steps in which all places decode and no prompt is computed: a
-batch that lasts as long as its slowest answer, or a prompt whose answer is not waited for, would count against guesses
-that are right for others. With --waves N a pair is N batches of prompts, each taking the place of one that is answered,
-as in a server. A pass is a request's share of a step in which it decodes. First there is a round of everything, then
-another one.
+`batch` at once. A method and off answer the same batch of prompts side by side, each by an engine of its own over the
+same weights: a step of one, a step of the other, first the one and then the other first. So a machine that is slower
+for some seconds is so for both, which would be most of what is measured if one batch followed the other. Timed are the
+steps in which all places of both decode and neither computes a prompt: a batch that lasts as long as its slowest
+answer, or a prompt whose answer is not waited for, would count against guesses that are right for others.
+
+A method's ratio in a round is its tokens a second over off's, and the median of the rounds is shown with the least and
+the most. Each batch of each round is a pair of its own: shown is the 95 % confidence interval of their mean ratio
+(Student's t of its logarithm), and whether that is "slower", "faster", or, where 1 lies within, "not slower". Prompts
+are in the prefix cache before. With --waves N a pair is N batches of prompts, each taking the place of one that is
+answered, as in a server. A pass is a request's share of a step in which it decodes. First there is a round of
+everything, then another one.
 
 Methods: ngram, draft (by --drafter), w3 and w4 (by a copy of the model in so many bits), layers-N (by its first N
 layers), each with --num-tokens guesses; auto and auto-METHOD guess as many as are worth their time.
@@ -54,8 +57,6 @@ from llmq.runtime.pacer import Pacer
 from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler_output import DraftTerms
-from llmq.runtime.speculative.drafter import Drafter
-from llmq.runtime.speculative.ngram import NgramDrafter
 from llmq.runtime.speculative.policy import DraftPolicy
 
 HERE = Path(__file__).parent
@@ -123,54 +124,46 @@ class _Host:
     """An engine with what it was made with."""
 
     engine: Engine
-    drafter: Drafter | None
     pacer: Pacer | None
 
 
 class Engines:
-    """One for each model that guesses, over weights that all of them map. Off, n-grams and first layers need no blocks
-    of their own: they share one, and with it what it has computed of prompts."""
+    """One without drafts and one for each that guesses, over weights that all of them map."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self._arguments, self._folder = arguments, folder
-        self.methods = [Method.of(name, arguments) for name in (OFF, *arguments.methods)]
-        layers = [method.source for method in self.methods if method.source.startswith("layers-")]
-        self._shared = layers[0] if layers else "ngram"
+        self.off = Method.of(OFF, arguments)
+        self.methods = [Method.of(name, arguments) for name in arguments.methods]
         self._hosts: dict[str, _Host] = {}
-        self._ngrams = NgramDrafter()
         self._pacers: dict[str, Pacer] = {}
         self._warm: set[tuple[str, str, int]] = set()
 
     def of(self, method: Method) -> Engine:
         """An engine that guesses by `method` from now on."""
         host = self._host(method)
-        drafters = {"": None, "ngram": self._ngrams}
-        host.engine.executor.runner.drafter = drafters.get(method.source, host.drafter)
         host.engine.pacer = self._pacer(method, host) if method.is_adaptive else None
         self._guess(host.engine, 0 if method.is_adaptive or not method.source else self._arguments.num_tokens)
         return host.engine
 
     def warm(self, method: Method, workload: str, groups: list[list[list[int]]]) -> None:
         """Have prompts in the prefix cache of a method's engine, read by its drafter too."""
-        key = (self._source(method), workload, len(groups[0]))
+        key = (method.source, workload, len(groups[0]))
         if key in self._warm:
             return
         self._warm.add(key)
         engine = self.of(method)
         engine.pacer = None
-        self._guess(engine, 1)
+        self._guess(engine, 1 if method.source else 0)
         for group in groups:
-            run(engine, group, WARM_TOKENS)
-
-    def _source(self, method: Method) -> str:
-        return self._shared if method.source in ("", "ngram") else method.source
+            answers = Answers(engine, group, WARM_TOKENS)
+            while not answers.are_all:
+                answers.step()
 
     def _host(self, method: Method) -> _Host:
-        source = self._source(method)
-        if source not in self._hosts:
-            engine = Engine.from_config(self._config(source))
-            self._hosts[source] = _Host(engine, engine.executor.runner.drafter, engine.pacer)
-        return self._hosts[source]
+        if method.source not in self._hosts:
+            engine = Engine.from_config(self._config(method.source))
+            self._hosts[method.source] = _Host(engine, engine.pacer)
+        return self._hosts[method.source]
 
     def _pacer(self, method: Method, host: _Host) -> Pacer:
         if method.name not in self._pacers:
@@ -190,7 +183,7 @@ class Engines:
             folder = find_model(arguments.drafter)
         elif source in ("w3", "w4"):
             folder = quantized_copy(self._folder, source)
-        elif source != "ngram":
+        elif source.startswith("layers-"):
             layers = int(source.removeprefix("layers-"))
         return EngineConfig(
             model=str(self._folder),
@@ -199,10 +192,12 @@ class Engines:
             max_model_len=arguments.prompt_tokens + arguments.tokens,
             max_num_seqs=max(arguments.batch),
             kv_cache_memory_bytes=arguments.kv_mib << 20,
-            speculation=Speculation(
+            speculation=None
+            if not source
+            else Speculation(
                 method="ngram" if source == "ngram" else "draft",
                 num_tokens=max(ADAPTIVE_TOKENS, arguments.num_tokens),
-                adaptive=any(one.is_adaptive and self._source(one) == source for one in self.methods),
+                adaptive=any(one.is_adaptive and one.source == source for one in self.methods),
                 draft_model=None if folder is None else str(folder),
                 draft_layers=layers,
             ),
@@ -212,26 +207,36 @@ class Engines:
 _numbers = itertools.count()
 
 
-def run(engine: Engine, prompts: list[list[int]], num_tokens: int, at_once: int | None = None) -> Piece:
-    """Answers to all prompts, `at_once` of them (None: all) at any time. Timed are the steps in which so many decode
-    and no prompt is computed."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-    written: dict[str, list[int]] = {str(next(_numbers)): [] for _ in prompts}
-    waiting = deque(
-        EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
-        for name, prompt in zip(written, prompts, strict=True)
-    )
-    places = len(prompts) if at_once is None else at_once
-    for _ in range(min(places, len(waiting))):
-        engine.add_request(waiting.popleft())
-    made = {"seconds": 0.0, "num_tokens": 0, "passes": 0, "draft_tokens": 0, "accepted": 0, "draft_s": 0.0}
-    while engine.has_unfinished_requests:
-        decoding = [one for one in engine.scheduler.running if one.num_computed_tokens >= one.num_prompt_tokens]
-        is_timed = len(decoding) == len(engine.scheduler.running) == places and not engine.scheduler.waiting
-        before, began_s = engine.stats(), time.perf_counter()
-        outputs = engine.step()
+class Answers:
+    """An engine's answers to prompts, `at_once` of them (None: all) at any time."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], num_tokens: int, at_once: int | None = None) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        self._engine, self._places = engine, len(prompts) if at_once is None else at_once
+        self._written: dict[str, list[int]] = {str(next(_numbers)): [] for _ in prompts}
+        self._waiting = deque(
+            EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+            for name, prompt in zip(self._written, prompts, strict=True)
+        )
+        for _ in range(min(self._places, len(self._waiting))):
+            engine.add_request(self._waiting.popleft())
+        self._made = {"seconds": 0.0, "num_tokens": 0, "passes": 0, "draft_tokens": 0, "accepted": 0, "draft_s": 0.0}
+
+    @property
+    def are_all(self) -> bool:
+        return not self._engine.has_unfinished_requests
+
+    @property
+    def all_decode(self) -> bool:
+        running, waiting = self._engine.scheduler.running, self._engine.scheduler.waiting
+        decoding = [one for one in running if one.num_computed_tokens >= one.num_prompt_tokens]
+        return len(decoding) == len(running) == self._places and not waiting
+
+    def step(self, *, is_timed: bool = False) -> None:
+        before, began_s = self._engine.stats(), time.perf_counter()
+        outputs = self._engine.step()
         if is_timed:
-            after = engine.stats()
+            after, made = self._engine.stats(), self._made
             made["seconds"] += time.perf_counter() - began_s
             made["num_tokens"] += sum(len(output.new_token_ids) for output in outputs)
             made["passes"] += len(outputs)
@@ -239,11 +244,26 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int, at_once: int 
             made["accepted"] += after.accepted_draft_tokens - before.accepted_draft_tokens
             made["draft_s"] += after.draft_s - before.draft_s
         for output in outputs:
-            written[output.request_id] += output.new_token_ids
-            if output.finish_reason is not None and waiting:
-                engine.add_request(waiting.popleft())
-    speed = made["num_tokens"] / made["seconds"] if made["seconds"] else 0.0
-    return made | {"token_ids": list(written.values()), "speeds": [speed]}
+            self._written[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None and self._waiting:
+                self._engine.add_request(self._waiting.popleft())
+
+    def piece(self) -> Piece:
+        made = self._made
+        speed = made["num_tokens"] / made["seconds"] if made["seconds"] else 0.0
+        return made | {"token_ids": list(self._written.values()), "speeds": [speed]}
+
+
+def side_by_side(one: Answers, other: Answers) -> tuple[Piece, Piece]:
+    """Step by step in turns, to the last answer."""
+    turn = 0
+    while not (one.are_all and other.are_all):
+        is_timed = one.all_decode and other.all_decode
+        for answers in _rotated([one, other], turn):
+            if not answers.are_all:
+                answers.step(is_timed=is_timed)
+        turn += 1
+    return one.piece(), other.piece()
 
 
 def together(parts: list[Piece]) -> Piece:
@@ -284,23 +304,24 @@ class Bench:
         self._llamacpp: LlamaCpp | None = None
 
     def round(self, number: int, workload: str, batch: int) -> Piece:
-        """What each method made of a workload's prompts."""
-        groups = self.prompts.groups(workload, batch)
-        for method in self.engines.methods:
-            self.engines.warm(method, workload, groups)
-        parts: dict[str, list[Piece]] = {method.name: [] for method in self.engines.methods}
-        for place, group in enumerate(groups):
-            for method in _rotated(self.engines.methods, number + place):
-                engine = self.engines.of(method)
-                parts[method.name].append(run(engine, group, self._arguments.tokens, at_once=batch))
-        made = {name: together(of_groups) for name, of_groups in parts.items()}
+        """What each method made of a workload's prompts, and off beside it."""
+        groups, engines, made = self.prompts.groups(workload, batch), self.engines, {}
+        engines.warm(engines.off, workload, groups)
+        for method in _rotated(engines.methods, number):
+            engines.warm(method, workload, groups)
+            off, on = engines.of(engines.off), engines.of(method)
+            pairs = [
+                side_by_side(*(Answers(engine, group, self._arguments.tokens, batch) for engine in (off, on)))
+                for group in groups
+            ]
+            made[_off(method.name)], made[method.name] = map(together, zip(*pairs, strict=True))
         if idle := [name for name, piece in made.items() if not piece["seconds"]]:
             sys.exit(f"{', '.join(idle)}: no step in which {batch} decode at once; try more --tokens or --kv-mib")
         if self._arguments.llamacpp is not None and batch == 1:
             self._llamacpp = self._llamacpp or LlamaCpp(self._arguments)
             prompts = [prompt for group in groups for prompt in group]
             for speculates in _rotated([False, True], number):
-                name = LLAMACPP if speculates else f"{LLAMACPP} {OFF}"
+                name = LLAMACPP if speculates else _off(LLAMACPP)
                 made[name] = self._llamacpp.run(prompts, self._arguments.tokens, speculates=speculates)
         return made
 
@@ -309,14 +330,18 @@ class Bench:
             self._llamacpp.end()
 
 
+def _off(name: str) -> str:
+    """What the piece is called that is a method's other."""
+    return f"{name} {OFF}"
+
+
 def _rotated(items: list[Any], by: int) -> list[Any]:
     return items[by % len(items) :] + items[: by % len(items)]
 
 
 def summary(rounds: list[Piece], name: str) -> Piece:
     """Of a method against off: the middle of the rounds."""
-    off_name = f"{LLAMACPP} {OFF}" if name == LLAMACPP else OFF
-    pairs = [(made[off_name], made[name]) for made in rounds]
+    pairs = [(made[_off(name)], made[name]) for made in rounds]
     ratios = sorted(_speed(on) / _speed(off) for off, on in pairs)
     on = together([on for _, on in pairs])
     texts = [(a, b) for off, on in pairs for a, b in zip(off["token_ids"], on["token_ids"], strict=True)]
@@ -421,7 +446,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         with console.progress() as progress:
             package_gguf(arguments.model, arguments.gguf, progress)
     folder = find_model(arguments.model)
-    for method in Engines(arguments, folder).methods:
+    engines = Engines(arguments, folder)
+    for method in (engines.off, *engines.methods):
         Engines(arguments, folder).of(method)  # one at a time: weights that are packed now are not mapped yet
         gc.collect()
 
