@@ -16,6 +16,9 @@ LONGEST = 8  # a match is not measured beyond: more does not speak for more
 CANDIDATES = 8  # places that are compared, the last ones first
 # The chance of the next token after a match of 2, 3, … LONGEST tokens, until it is known of this server's texts.
 PRIORS = (0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8)
+# A text repeats itself more or less than others do: what is known of it counts against so many guesses that were right
+# as often as elsewhere.
+USUAL_GUESSES = 4.0
 # After so many steps in which no guess was worth verifying, texts are looked at in one of RESTING_STEPS only: a look is
 # a hundredth of a small model's step.
 IDLE_STEPS, RESTING_STEPS = 32, 4
@@ -32,6 +35,14 @@ class _Text:
     matched: int = 0
     is_pooled: bool = False  # it was guessed by another request's text
     request: RunnerRequest | None = None
+    num_right: float = 0.0  # of its guesses,
+    num_expected: float = 0.0  # and of as many of other texts
+
+    @property
+    def repeats(self) -> float:
+        """How often its guesses are right over those of other texts: the mean of a Gamma distribution of the rate, that
+        begins at 1."""
+        return (USUAL_GUESSES + self.num_right) / (USUAL_GUESSES + self.num_expected)
 
 
 class NgramDrafter:
@@ -40,8 +51,8 @@ class NgramDrafter:
 
     Hash index of pairs, extended token by token: a proposal costs the new tokens and CANDIDATES comparisons, whatever
     the length of the text. Every guess is compared with what came, also those that were not worth verifying: so it is
-    known, at next to no cost, how often a match of each length is right, and what turned itself off turns itself on
-    again.
+    known, at next to no cost, how often a match of each length is right, of all texts and of this one over them, and
+    what turned itself off turns itself on again.
 
     With a pool what finished requests have answered speaks too, where more of it agrees.
     """
@@ -99,16 +110,21 @@ class NgramDrafter:
 
     def _chances(self, text: _Text) -> list[float]:
         """That each guess is right, and all before it."""
-        first = text.matched - SHORTEST
-        chances = map(self._acceptance_of(text).lower, range(first, first + len(text.guess)))
+        first, lower, repeats = text.matched - SHORTEST, self._acceptance_of(text).lower, text.repeats
+        chances = [min(1.0, repeats * lower(level)) for level in range(first, first + len(text.guess))]
         return list(itertools.accumulate(chances, operator.mul))
 
     def _acceptance_of(self, text: _Text) -> Acceptance:
         return self._pooled if text.is_pooled else self._acceptance
 
     def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
-        for index, (guess, came) in enumerate(zip(text.guess, token_ids[text.guessed_at :], strict=False)):
-            self._acceptance_of(text).count(text.matched + index - SHORTEST, guess == came)
+        acceptance = self._acceptance_of(text)
+        for level, (guess, came) in enumerate(
+            zip(text.guess, token_ids[text.guessed_at :], strict=False), text.matched - SHORTEST
+        ):
+            text.num_expected += acceptance.share(level)
+            text.num_right += guess == came
+            acceptance.count(level, guess == came)
             if guess != came:
                 break
 

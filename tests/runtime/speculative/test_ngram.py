@@ -1,5 +1,7 @@
 """NgramDrafter against a search through the whole text, and what it learns of its own guesses."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,21 @@ def test_where_nothing_is_worth_it_texts_are_looked_at_now_and_then():
     assert guess(drafter, other, 4, 0.1) != [[]]  # a new request is looked at
     for _ in range(IDLE_STEPS + RESTING_STEPS):
         assert guess(drafter, known, 4) != [[]]  # without prices there is no rest
+
+
+def test_a_text_that_repeats_itself_is_told_from_one_that_does_not():
+    period, rng = [1, 2, 3, 4, 5, 6, 7], random.Random(0)
+    drafter, same, other = NgramDrafter(), request(2 * period), request(2 * period, "b")
+    for step in range(60):
+        for known in (same, other):
+            proposed = guess(drafter, known, 1, 0.75)
+            if known is same or rng.random() < 0.4:
+                known.token_ids.append(period[step % 7])
+            else:  # the text goes on as it did, but for a word
+                known.token_ids += [8, *[period[(step + behind) % 7] for behind in range(-6, 1)]]
+            if step > 30:
+                assert bool(proposed[0]) == (known is same)
+    assert drafter._texts["a"].repeats > 1.0 > drafter._texts["b"].repeats
 
 
 def test_chances_multiply_along_a_draft():

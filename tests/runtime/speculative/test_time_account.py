@@ -20,7 +20,7 @@ from llmq.runtime.speculative.account import FIRST_STEPS, SHARE, WATCHED, TimeAc
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.guesses import Guesser
 from llmq.runtime.speculative.model_drafter import ModelDrafter
-from llmq.runtime.speculative.ngram import NgramDrafter
+from llmq.runtime.speculative.ngram import NgramDrafter, _Text
 from llmq.runtime.speculative.pass_price import PassPrice
 from llmq.runtime.speculative.policy import DraftPolicy
 
@@ -232,6 +232,7 @@ def test_a_model_that_is_wrong_costs_little(cost, batch, chance, seed, share, pr
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_the_account_bounds_what_a_drafter_loses_that_is_always_sure(monkeypatch, cost, batch, share):
     monkeypatch.setattr(Acceptance, "lower", lambda self, level: 0.8)
+    monkeypatch.setattr(_Text, "repeats", 1.0)
     parts = {"cost": COSTS[cost], "batch": batch, "chance": CHANCES["never"]}
 
     def run() -> World:
@@ -250,6 +251,7 @@ def test_the_account_bounds_what_a_drafter_loses_that_is_always_sure(monkeypatch
 @pytest.mark.parametrize("cost", ["tiles", "line"])
 def test_rows_that_cost_more_than_is_believed_are_paid_for(monkeypatch, cost, batch):
     monkeypatch.setattr(Acceptance, "lower", lambda self, level: 0.8)
+    monkeypatch.setattr(_Text, "repeats", 1.0)
     rows_more_s = StepCost.rows_more_s
     monkeypatch.setattr(StepCost, "rows_more_s", lambda *given_to: 0.5 * rows_more_s(*given_to))
 
