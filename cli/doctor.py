@@ -197,7 +197,13 @@ def _cuda_path() -> Finding:
 
 def _kernels() -> Finding:
     from llmq.runtime.kernels import native, why_absent
+    from llmq.runtime.layers.tile_check import settle_tiles
 
+    if (wrong := settle_tiles()) is not None:
+        lack = (
+            f"tiles of AMX multiply {wrong} to other numbers than vectors do: vectors are used. Please report this CPU."
+        )
+        return Finding("CPU kernels", "problem", f"native, compiled for {native.isa()}", lack)
     if native is not None:
         return Finding("CPU kernels", "ok", f"native, compiled for {native.isa()}")
     if platform.machine() not in ("x86_64", "AMD64"):

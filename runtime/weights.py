@@ -26,6 +26,7 @@ from llmq.runtime.layers.native_linear import NativeLinear, rounded_to_int8
 from llmq.runtime.layers.norm import LayerNorm, Norm, RMSNorm, RMSNormPlusOne, root_as_stored
 from llmq.runtime.layers.rope import RopeParameters, RotaryEmbedding, ropes_of
 from llmq.runtime.layers.self_attention import AttentionSettings, SelfAttention
+from llmq.runtime.layers.tile_check import settle_tiles
 from llmq.runtime.models.decoder import Decoder, OutputHead, ResidualBlock
 from llmq.runtime.packed_cache import PackedCache
 from llmq.runtime.parallel.collectives import Collectives
@@ -95,6 +96,8 @@ class DecoderLoader:
         self.architecture = checkpoint.architecture
         self.dtype, self.device = dtype, device
         self.batch_invariant, self.native = batch_invariant, native
+        if native is not None:
+            settle_tiles()
         self.checkpoint = checkpoint
         self.tensors = TensorReader(checkpoint)
         self.packed: PackedCache | None = None  # while weights are loaded for native kernels

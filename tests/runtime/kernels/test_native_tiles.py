@@ -11,6 +11,7 @@ from random_weights import make
 
 from llmq.profiles.machine import cpu_flags
 from llmq.runtime.kernels import native, why_absent
+from llmq.runtime.layers import tile_check
 from llmq.runtime.layers.native_linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(native is None, reason=f"no native kernels here: {why_absent}")
@@ -211,3 +212,33 @@ def test_few_rows_are_the_same_by_any_number_of_threads(emulated_tiles, kind):
                 assert torch.equal(rounding(x[:rows]), whole_rounded[:rows]), (threads, rows)
     finally:
         native.set_num_threads(before)
+
+
+def test_tiles_are_checked_against_vectors_before_they_are_used(emulated_tiles):
+    assert tile_check.differing("amx_emulated", "avx2") is None
+    assert native.isa() == "amx_emulated"
+
+
+@pytest.mark.parametrize("wrong", ["bf16", "int3", "int3 × int8", "int4", "int4 × int8", "int8", "int8 × int8"])
+@pytest.mark.parametrize("error", [1.1, math.nan])
+def test_tiles_that_multiply_wrongly_are_not_used(monkeypatch, wrong, error):
+    class Mistaken(NativeLinear):
+        def __call__(self, x, dtype=torch.bfloat16):
+            y = super().__call__(x, dtype)
+            if self.kernel == f"native {wrong}, amx":
+                y[-1, -1] = error * y.abs().max()
+            return y
+
+    chosen = ["amx"]
+    monkeypatch.setattr(tile_check, "NativeLinear", Mistaken)
+    monkeypatch.setattr(native, "isa", lambda: chosen[-1])
+    monkeypatch.setattr(native, "force_isa", chosen.append)
+    tile_check.settle_tiles.cache_clear()
+    assert tile_check.settle_tiles() == f"native {wrong}, amx"
+    assert chosen[-1] == "avx512_bf16"
+    tile_check.settle_tiles.cache_clear()
+    wrong = "nothing"
+    chosen.append("amx")
+    assert tile_check.settle_tiles() is None
+    assert chosen[-1] == "amx"
+    tile_check.settle_tiles.cache_clear()
