@@ -81,7 +81,7 @@ class Bench:
             console.warn(f"{row.folder} failed: {lines[-1] if lines else code} ({log})")
             return
         measured = json.loads((Path(job.out) / "measured.json").read_text(encoding="utf-8"))
-        self.results.add(row, {**measured, "load_average": os.getloadavg()[0], "peer_dtype": peer_dtype()})
+        self.results.add(row, {**measured, "load_average": os.getloadavg()[0]})
 
     def _job(self, row: Row, method: Method) -> Job:
         arguments = self.arguments
@@ -137,8 +137,8 @@ class Bench:
 
 
 def peer_dtype() -> str:
-    """Where a CPU has no products of bf16, torch takes eight times as long for them as for float32's. Peers are given
-    what is faster, as `llmq quantize` takes it for itself."""
+    """Where a CPU has no products of bf16, torch takes eight times as long for them as for float32's. llm-compressor
+    and auto-round are given what is faster, as `llmq quantize` takes it for itself; GPTQModel chooses by itself."""
     return "float32" if cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16")) else "bfloat16"
 
 

@@ -8,6 +8,7 @@ from llmq.cli import doctor
 from llmq.profiles import hub, machine
 from llmq.runtime import kernels
 from llmq.runtime.kernels import optional
+from llmq.runtime.layers import tile_check
 
 GiB = 2**30
 
@@ -52,6 +53,14 @@ def test_which_kernels_a_cpu_runs_is_told(monkeypatch):
     assert "not built when llmq was installed" in report()["CPU kernels"]["lack"]
     monkeypatch.setattr(doctor.platform, "machine", lambda: "arm64")
     assert "for x86-64, and this is arm64" in report()["CPU kernels"]["lack"]
+
+
+def test_tiles_that_multiply_wrongly_are_a_problem(monkeypatch):
+    monkeypatch.setattr(tile_check, "settle_tiles", lambda: "native int4 × int8, amx")
+    monkeypatch.setattr(kernels, "native", SimpleNamespace(isa=lambda: "avx512_bf16"))
+    finding = report(exit_code=1)["CPU kernels"]
+    assert (finding["state"], finding["found"]) == ("problem", "native, compiled for avx512_bf16")
+    assert "int4 × int8" in finding["lack"]
 
 
 def test_little_memory_is_a_problem(monkeypatch):

@@ -44,7 +44,7 @@ class Job:
     scheme: Scheme
     samples: list[list[int]]  # token ids to calibrate on
     calibration: dict[str, Any]  # where they come from: {"text": path, "num_samples": …, "seq_len": …}
-    dtype: str = "bfloat16"  # that a peer's layers multiply in
+    dtype: str = "bfloat16"  # that layers multiply in, for drivers whose peer can be told
     options: dict[str, Any] = field(default_factory=dict)  # the driver's own
 
     @property
