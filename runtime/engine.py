@@ -251,7 +251,12 @@ def _build(config: EngineConfig) -> Engine:
     )
     pacer = slo_policy = draft_policy = pace = None
     if config.slo is not None or adapts:
-        trial = run_trial(executor, plan, vocab_size, policy)
+        drafter = executor.runner.drafter
+        takes_time = drafter is not None and drafter.computes
+        tried = policy if takes_time else msgspec.structs.replace(policy, drafts=DraftTerms())
+        trial = run_trial(executor, plan, vocab_size, tried)
+        if takes_time:
+            drafter.end_trial()
         # A promise rests on whole steps, a guess on what single rows take.
         keeps = config.slo is not None
         step_costs = StepCostModel(trial.line, is_line=True) if keeps else StepCostModel(trial.cost)

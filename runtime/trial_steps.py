@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from llmq.profiles.errors import InputError
@@ -18,12 +19,15 @@ from llmq.runtime.policy import SloPolicy, StepPolicy, step_shape
 from llmq.runtime.request import EngineRequest, Pace
 from llmq.runtime.sampling_params import SamplingParams
 from llmq.runtime.scheduler import Scheduler
+from llmq.runtime.scheduler_output import DraftTerms
 
 SHORT_TOKENS = 8
 CHUNKS = (16, 32, 64, 128, 128)  # of the long prompt
 BATCHES = (2, 3, 4, 5, 6, 8, 12, 16)  # the long one and short ones: where kernels' tiles of rows begin and end
 DECODE_STEPS = 5  # of the first alone
 BATCH_STEPS = 3  # of each batch
+GUESSED_BATCHES = (1, 1, 2, 4, 8, 16)  # that a drafter reads and guesses on, the first time to be set up
+GUESSED_TOKENS = 2  # that it reads of each, and guesses
 MOST_TOKENS = 64  # that a sequence of the trial generates: by then those that wait for its blocks have theirs
 USUAL_CONTEXT = 512  # for which the number of decodes within the SLO is said
 
@@ -55,8 +59,9 @@ def run_trial(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trial:
     """Time decode steps of one sequence, a prompt in chunks beside it, and decode steps of small batches, through a
-    scheduler of their own over the same blocks. The executor has forgotten all of it when this returns. Raises
-    InputError where requests may not be long enough for that."""
+    scheduler of their own over the same blocks. Where `most` has drafts a drafter guesses on some texts, and times
+    itself. The executor has forgotten all of it when this returns. Raises InputError where requests may not be long
+    enough for that."""
     least = SHORT_TOKENS + 2 * DECODE_STEPS
     if plan.max_model_len < least:
         raise InputError(
@@ -78,9 +83,11 @@ def run_trial(
             )
         )
 
-    def step(most_tokens: int, *, is_counted: bool = True) -> None:
-        scheduler.policy = StepPolicy(
-            max_num_seqs=most.max_num_seqs, max_num_batched_tokens=min(most_tokens, most.max_num_batched_tokens)
+    def step(most_tokens: int, *, is_counted: bool = True, num_drafts: int = 0) -> None:
+        scheduler.policy = msgspec.structs.replace(
+            most,
+            max_num_batched_tokens=min(most_tokens, most.max_num_batched_tokens),
+            drafts=DraftTerms(num_tokens=num_drafts),
         )
         if not scheduler.has_requests:
             return
@@ -90,6 +97,10 @@ def run_trial(
         if is_counted:
             trial.shapes.append(step_shape(planned))
             trial.times_s.append(clock() - started_s)
+
+    def abort_all() -> None:
+        for request in [*scheduler.running, *scheduler.waiting]:
+            scheduler.abort(request.request_id)
 
     add(min(SHORT_TOKENS, longest))
     step(most.max_num_batched_tokens, is_counted=False)  # it pays for what is set up once
@@ -104,8 +115,12 @@ def run_trial(
             add(min(SHORT_TOKENS, longest))
         for _ in range(BATCH_STEPS):
             step(most.max_num_batched_tokens)
-    for request in [*scheduler.running, *scheduler.waiting]:
-        scheduler.abort(request.request_id)
+    for batch in GUESSED_BATCHES if most.drafts.num_tokens else ():
+        abort_all()
+        for _ in range(min(batch, most.max_num_seqs)):
+            add(min(GUESSED_TOKENS, longest))
+        step(most.max_num_batched_tokens, is_counted=False, num_drafts=min(GUESSED_TOKENS, most.drafts.num_tokens))
+    abort_all()
     executor.submit(scheduler.schedule()).result()  # nothing but the names to forget
     return trial
 

@@ -16,6 +16,7 @@ class Drafter(Protocol):
     reads_hidden: Literal["nothing", "last", "all"]
 
     num_pooled: int  # tokens guessed by what other requests said
+    computes: bool  # its guesses take passes or products: with an adaptive policy they are timed before it serves
 
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
@@ -26,6 +27,10 @@ class Drafter(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request has ended, or lost its blocks: what is kept of it may go. It may be unknown."""
+        ...
+
+    def end_trial(self) -> None:
+        """The steps so far were of random text: what guesses took is remembered, and not how often they were right."""
         ...
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from llmq.runtime.speculative.worth import num_worth
 
 # Guesses are told apart by the probability that they were drawn with: so many classes from 0 to 1.
 LEVELS = 10
-UNSURE = 0.15  # between what a chance is at least and at most
 
 
 @dataclass
@@ -58,6 +58,10 @@ class Guesser:
     def __init__(self, sampler: Sampler, vocab_size: int) -> None:
         """`sampler` follows no grammar; `vocab_size` is the model's."""
         self._sampler, self._vocab_size = sampler, vocab_size
+        self.unlearn()
+
+    def unlearn(self) -> None:
+        """Nothing is known of how often guesses are right."""
         self._acceptance = Acceptance([(level + 0.5) / LEVELS for level in range(LEVELS)])
         self._first = Acceptance([0.6])
 
@@ -68,9 +72,8 @@ class Guesser:
 
     @property
     def hoped_chance(self) -> float:
-        """The same, at most; 0 where enough is known of it that a trial would tell nothing new."""
-        upper = self._first.upper(0)
-        return upper if upper - self._first.lower(0) > UNSURE else 0.0
+        """The same, at most."""
+        return self._first.upper(0)
 
     def wait(self) -> None:
         """Nothing was guessed in a step."""
@@ -85,19 +88,25 @@ class Guesser:
         return Draft(view, count, Guess(at=len(view.token_ids)))
 
     def worth_more(self, drafts: Sequence[Draft], price: PassPrice, terms: DraftTerms, spent_s: float) -> list[Draft]:
-        """Those of which another guess is worth a pass, where guessing has taken `spent_s`: the likeliest, as many as
-        gain most. A guess has to be right after all before it: with it, they are right less often."""
+        """Those of which another guess is worth a pass, or that one and some behind it, where guessing has taken
+        `spent_s`: the likeliest, as many as gain most. A guess has to be right after all before it: with it, they are
+        right less often."""
         more = sorted((draft for draft in drafts if draft.wants_more), key=lambda draft: -draft.chance)
         if (prices := terms.prices) is None:
             return more
         made = sum(len(draft.chances) for draft in drafts)
-        most, gained_s, best = min(len(more), len(prices.rows_s) - 1 - made), 0.0, (0.0, 0)
+        rows_s, most = np.array(prices.rows_s), min(len(more), len(prices.rows_s) - 1 - made)
+        chances, best = 0.0, (0.0, 0)
         for count, draft in enumerate(more[: max(0, most)], 1):
-            gained_s += prices.token_s * draft.chance * self.first_chance
-            pass_s, rows_s = price.seconds(count), prices.rows_s[made + count]
-            if spent_s + pass_s + rows_s > prices.spare_s:
+            chances += draft.chance
+            pass_s, deepest = price.seconds(count), draft.count - len(draft.chances)
+            if spent_s + pass_s + rows_s[made + count] > prices.spare_s:
                 break
-            best = max(best, (gained_s - pass_s - rows_s + prices.rows_s[made], count))
+            # As deep as it gains most: the rows of one guess more may cost much, and those of the next ones nothing.
+            more_s = rows_s[made + count :: count][:deepest] - rows_s[made]
+            right = np.cumprod(np.full(len(more_s), self.first_chance)).cumsum()
+            gained_s = prices.token_s * chances * right - pass_s * np.arange(1, len(more_s) + 1) - more_s
+            best = max(best, (float(gained_s.max()), count))
         return more[: best[1]]
 
     def keep_worth(self, drafts: Sequence[Draft], terms: DraftTerms, spent_s: float) -> list[list[int]]:

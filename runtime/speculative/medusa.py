@@ -17,7 +17,7 @@ from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.guesses import Draft, Guesser
 from llmq.runtime.speculative.pass_price import PassPrice
-from llmq.runtime.speculative.worth import gain_of
+from llmq.runtime.speculative.worth import TRIED_FOR, gain_of
 
 FILE = "medusa_lm_head.safetensors"
 _LAYER = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -88,6 +88,7 @@ class MedusaDrafter:
     name = "Medusa heads"
     reads_hidden = "last"
     num_pooled = 0
+    computes = True
 
     def __init__(self, heads: Sequence[MedusaHead], guesser: Guesser) -> None:
         self._heads, self._guesser = heads, guesser
@@ -96,6 +97,9 @@ class MedusaDrafter:
 
     def forget(self, request_id: str) -> None:
         self._drafts.pop(request_id, None)
+
+    def end_trial(self) -> None:
+        self._guesser.unlearn()
 
     @torch.inference_mode()
     def propose(
@@ -131,9 +135,11 @@ class MedusaDrafter:
 
     def _on_trial(self, drafts: Sequence[Draft], terms: DraftTerms) -> list[Draft]:
         """Of guesses that are not known to pay one is tried, where they may by what is known."""
-        may_pay = gain_of(len(drafts), self._guesser.hoped_chance, self._price, terms).gained_s > 0.0
-        pass_s = self._price.seconds(1) if self._price.is_known else terms.prices.plain_s
-        if may_pay and pass_s <= terms.prices.spare_s:
+        gain = gain_of(len(drafts), self._guesser.hoped_chance, self._price, terms)
+        may_pay = gain.gained_s > TRIED_FOR * terms.prices.plain_s
+        if may_pay and self._price.seconds(1) <= terms.prices.spare_s:
             return [drafts[0]]
-        self._guesser.wait()
+        if not may_pay:
+            self._guesser.wait()
+            self._price.wait()
         return []

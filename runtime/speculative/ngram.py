@@ -59,6 +59,7 @@ class NgramDrafter:
 
     name = "n-gram"
     reads_hidden = "nothing"
+    computes = False
 
     def __init__(self, pool: TextPool | None = None) -> None:
         self._texts: dict[str, _Text] = {}
@@ -86,6 +87,9 @@ class NgramDrafter:
         if terms.prices is None or self._num_idle <= IDLE_STEPS or self._num_idle % RESTING_STEPS == 0:
             return False
         return all(request.request_id in self._texts for request in requests)  # another text may be another kind of it
+
+    def end_trial(self) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)

@@ -9,15 +9,14 @@ import torch
 
 from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.runtime.batch import RunnerRequest
-from llmq.runtime.scheduler_output import DraftPrices, DraftTerms, ScheduledRequest
+from llmq.runtime.scheduler_output import DraftTerms, ScheduledRequest
 from llmq.runtime.speculative.draft_pass import DraftPasses
 from llmq.runtime.speculative.guesses import Draft, Guesser
 from llmq.runtime.speculative.pass_price import PassPrice
-from llmq.runtime.speculative.worth import gain_of
+from llmq.runtime.speculative.worth import TRIED_FOR, gain_of
 
 # What a drafter reads at most in a step beside the model's own, of prompts and of texts that it has not followed.
 CATCH_UP_TOKENS = 512
-FIRST_TOKENS = 32  # of the first pass, which tells what one takes
 _USUAL_ANSWER = 128.0  # tokens, until it is known of this server's
 
 
@@ -33,6 +32,16 @@ class Followed:
 Text = TypeVar("Text", bound=Followed)
 
 
+@dataclass(frozen=True)
+class _FirstOnes:
+    """The first `count` of some texts, were they guessed on."""
+
+    count: int
+    gained_s: float  # in a step
+    total_s: float  # until their ends, but for reading them until here
+    tried_s: float  # of reading them until here, and a guess
+
+
 class PassDrafter(ABC, Generic[Text]):
     """Its layers keep K and V in the blocks of the requests themselves, behind the model's: one block table, one prefix
     cache, one admission. After a step it computes what is new of the texts, then a guess at a time for all of them.
@@ -41,6 +50,7 @@ class PassDrafter(ABC, Generic[Text]):
     """
 
     num_pooled = 0
+    computes = True
 
     def __init__(self, passes: DraftPasses, layout: KVCacheLayout, guesser: Guesser) -> None:
         """`passes` computes its layers; `layout`: of the KVStore, which is the model's and the drafter's."""
@@ -54,6 +64,10 @@ class PassDrafter(ABC, Generic[Text]):
             made = len(text.draft.view.token_ids) - text.draft.view.num_prompt_tokens
             self._mean_answer += (made - self._mean_answer) / 16
 
+    def end_trial(self) -> None:
+        self._guesser.unlearn()
+        self._mean_answer = _USUAL_ANSWER
+
     @torch.inference_mode()
     def propose(
         self, items: Sequence[ScheduledRequest], requests: Sequence[RunnerRequest], terms: DraftTerms
@@ -66,9 +80,7 @@ class PassDrafter(ABC, Generic[Text]):
         began_s, spent_s = self._price.clock(), 0.0
         if followed:
             known = sum(text.num_computed for text in followed)
-            is_first = terms.prices is not None and not self._price.is_known
-            most = self._price.tokens_within(terms.most_s, FIRST_TOKENS if is_first else CATCH_UP_TOKENS)
-            current = self._catch_up(followed, most)
+            current = self._catch_up(followed, self._price.tokens_within(terms.most_s, CATCH_UP_TOKENS))
             spent_s = self._price.clock() - began_s
             self._price.observe(sum(text.num_computed for text in followed) - known, spent_s)
             while current := self._worth_more(current, terms, spent_s):
@@ -82,40 +94,43 @@ class PassDrafter(ABC, Generic[Text]):
     def _worth_following(self, texts: Sequence[Text], terms: DraftTerms) -> Sequence[Text]:
         """Of whom guesses are worth their passes and rows, and what it takes to read the text until here: by the least
         that is known of their chance, over the tokens that are still to come. The most of them, those first that are
-        nearly read. Where that is nobody, one of them on trial, as long as guesses may be worth it by what is known."""
-        prices, guesser, order = terms.prices, self._guesser, sorted(texts, key=self._num_behind)
-        best_s, best, behind_s, to_come = 0.0, 0, 0.0, 0.0
-        for count, text in enumerate(order, 1):
-            behind_s += self._behind_s(text, prices)
-            to_come += self._num_to_come(text)
-            gain = gain_of(count, guesser.first_chance, self._price, terms)
-            if behind_s + gain.cost_s > prices.spare_s:
-                break
-            total_s = gain.gained_s / count * to_come / gain.given - behind_s
-            if gain.gained_s > 0.0 and total_s > best_s:
-                best_s, best = total_s, count
-        if best:
-            return order[:best]
-        guessed = [text for text in order if text.draft.count > 0]
-        sizes = {1, len(guessed) // 2, len(guessed)} - {0} if guessed else set()
-        if any(gain_of(count, guesser.hoped_chance, self._price, terms).gained_s > 0.0 for count in sizes):
-            cost_s = self._price.seconds(1) + self._behind_s(guessed[0], prices)
-            if not self._price.is_known:  # a pass of the model itself would be no dearer
-                cost_s = prices.plain_s + FIRST_TOKENS * (prices.rows_s[-1] - prices.rows_s[-2])
-            if cost_s <= prices.spare_s:
-                return guessed[:1]
-        else:
+        nearly read. Where that is nobody, and it may be by the most that is known, some are tried: as many as teach
+        most for their time."""
+        order, guesser = sorted(texts, key=self._num_behind), self._guesser
+        worth = self._first_ones(order, guesser.first_chance, terms)
+        if worth:
+            return order[: max(worth, key=lambda first: first.total_s).count]
+        order = [text for text in order if text.draft.count > 0]
+        least_s = TRIED_FOR * terms.prices.plain_s
+        hoped = [one for one in self._first_ones(order, guesser.hoped_chance, terms) if one.gained_s > least_s]
+        if not hoped:
             guesser.wait()
-        return []
+            self._price.wait()
+            return []
+        return order[: min(hoped, key=lambda first: first.tried_s / first.count).count]
+
+    def _first_ones(self, texts: Sequence[Text], chance: float, terms: DraftTerms) -> list["_FirstOnes"]:
+        """Those numbers of `texts` that gain if a guess is right with `chance`, where a guess is within what may be
+        lost."""
+        found, behind_s, to_come = [], 0.0, 0.0
+        for count, text in enumerate(texts, 1):
+            behind_s += self._behind_s(text)
+            to_come += self._num_to_come(text)
+            tried_s = behind_s + self._price.seconds(count)
+            if tried_s > terms.prices.spare_s:
+                break
+            gain = gain_of(count, chance, self._price, terms)
+            total_s = gain.gained_s / count * to_come / gain.given - behind_s
+            if gain.gained_s > 0.0 and total_s > 0.0:
+                found.append(_FirstOnes(count, gain.gained_s, total_s, tried_s))
+        return found
 
     def _num_behind(self, text: Text) -> int:
         """Tokens that it has not read, but for the one that every guess begins with."""
         return max(0, len(text.draft.view.token_ids) - text.num_computed - 1)
 
-    def _behind_s(self, text: Text, prices: DraftPrices) -> float:
+    def _behind_s(self, text: Text) -> float:
         behind = self._num_behind(text)
-        if not self._price.is_known:
-            return float("inf")  # it is tried with a few tokens first
         return self._price.seconds(behind) - self._price.seconds(0)
 
     def _num_to_come(self, text: Text) -> float:

@@ -12,6 +12,7 @@ _TOKEN_SHARE = 1 / 12
 _PRIOR_PASSES = 0.1
 # A pass that takes too long for a step is tried again after some hundred steps.
 _FADE = 1 / 64
+_WAITING_FADE = 1 / 512
 
 
 class PassPrice:
@@ -43,6 +44,10 @@ class PassPrice:
             return True
         self._fade *= 1.0 - _FADE
         return False
+
+    def wait(self) -> None:
+        """There was no pass in a step, for it seemed too dear."""
+        self._fade *= 1.0 - _WAITING_FADE
 
     def tokens_within(self, seconds: float, most: int) -> int:
         """How many tokens a pass can compute in `seconds`, up to `most`."""

@@ -11,6 +11,8 @@ from llmq.runtime.speculative.pass_price import PassPrice
 # By how much a guess is to repay its row: the best of many by their estimates are worse than those say, and what
 # promises nothing in the mean only makes steps longer.
 MARGIN = 0.07
+# Of a step without guesses: what they have to promise, at best, to be tried.
+TRIED_FOR = 0.05
 
 
 def num_worth(chances: Sequence[Sequence[float]], terms: DraftTerms, spent_s: float = 0.0) -> list[int]:
@@ -47,18 +49,18 @@ class Gain:
     """Of guessing for some requests in a step, as deep as it gains most."""
 
     gained_s: float  # against not guessing
-    cost_s: float  # if no guess is right
     given: float  # tokens a request and step
 
 
 def gain_of(count: int, chance: float, price: PassPrice, terms: DraftTerms) -> Gain:
     """For `count` requests, a pass for each guess, each right with `chance` after those before it."""
     prices, rows = terms.prices, terms.prices.rows_s[count::count]
-    best, right, given, pass_s = Gain(0.0, 0.0, 1.0), 1.0, 0.0, price.seconds(count)
+    best, right, given, pass_s = Gain(0.0, 1.0), 1.0, 0.0, price.seconds(count)
+    unread_s = price.seconds(2 * count) - pass_s  # where all are right the last one is still to be read
     for depth, rows_s in enumerate(rows[: terms.num_tokens], 1):
         right *= chance
         given += right
-        cost_s = rows_s + depth * pass_s
-        if (gained_s := prices.token_s * count * given - cost_s) > best.gained_s:
-            best = Gain(gained_s, cost_s, 1.0 + given)
+        gained_s = prices.token_s * count * given - rows_s - depth * pass_s - right * unread_s
+        if gained_s > best.gained_s:
+            best = Gain(gained_s, 1.0 + given)
     return best

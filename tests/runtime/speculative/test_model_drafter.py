@@ -8,6 +8,7 @@ from drafters import SAMPLED, everything, first_layers, guided, prompts
 from engine_driver import force_preemption, greedy, run_all
 
 from llmq.profiles.errors import InputError
+from llmq.runtime.config import Speculation
 from llmq.runtime.sampling_params import SamplingParams
 
 
@@ -85,6 +86,23 @@ def test_adaptive_guesses_change_no_token(tiny_llama, make_engine):
     plain = run_all(make_engine(folder), given, greedy(60))
     engine = guided(make_engine, folder, folder, 8, adaptive=True)
     assert everything(run_all(engine, given, greedy(60))) == everything(plain)
+
+
+@pytest.mark.parametrize("num_layers", [None, 1])
+def test_passes_are_timed_before_it_serves_and_random_text_teaches_nothing(tiny_llama, make_engine, num_layers):
+    folder = tiny_llama(num_hidden_layers=2)
+
+    def made(adaptive: bool):
+        drafts = {"draft_model": str(folder)} if num_layers is None else {"draft_layers": num_layers}
+        speculation = Speculation(method="draft", num_tokens=4, adaptive=adaptive, **drafts)
+        return make_engine(folder, speculation=speculation).executor.runner.drafter
+
+    drafter, untried = made(adaptive=True), made(adaptive=False)
+    assert 0.0 < drafter._price.seconds(1) <= drafter._price.seconds(16) < 1.0
+    assert untried._price.seconds(16) == 0.0
+    assert drafter._guesser.first_chance == untried._guesser.first_chance
+    assert drafter._mean_answer == untried._mean_answer
+    assert not drafter._texts
 
 
 def test_grammars_and_penalties_with_a_drafter(tiny_llama, make_engine):

@@ -15,7 +15,7 @@ from llmq.profiles.step_cost import ROW_KNOTS, StepCost, StepCostModel, StepShap
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.policy import StepPolicy
 from llmq.runtime.sampling_params import SamplingParams
-from llmq.runtime.scheduler_output import DraftTerms, NewRequest, RequestResult, ScheduledRequest
+from llmq.runtime.scheduler_output import DraftPrices, DraftTerms, NewRequest, RequestResult, ScheduledRequest
 from llmq.runtime.speculative.account import FIRST_STEPS, SHARE, WATCHED, TimeAccount
 from llmq.runtime.speculative.drafter import Acceptance
 from llmq.runtime.speculative.guesses import Guesser
@@ -23,6 +23,7 @@ from llmq.runtime.speculative.model_drafter import ModelDrafter
 from llmq.runtime.speculative.ngram import NgramDrafter, _Text
 from llmq.runtime.speculative.pass_price import PassPrice
 from llmq.runtime.speculative.policy import DraftPolicy
+from llmq.runtime.trial_steps import GUESSED_BATCHES, GUESSED_TOKENS
 
 WORDS, MOST = 8, 8
 # Seconds by rows: a kernel's tile of four, a line, and arithmetic that is the limit from the first row on.
@@ -179,7 +180,10 @@ def with_passes(share: float, **given_to) -> World:
     """A model guesses, whose passes take `share` of the model's steps."""
     world = World(**given_to)
     world.drafter = ModelDrafter(Passes(world, share), LAYOUT, Guesser(greedy, WORDS))
-    world.drafter._price = PassPrice(lambda: world.now_s + world.guessing_s)
+    price = world.drafter._price = PassPrice(lambda: world.now_s + world.guessing_s)
+    for batch in GUESSED_BATCHES:  # the engine's trial
+        for count in (GUESSED_TOKENS * batch, batch):
+            price.observe(count, share * world.cost.step_s(StepShape(count, count, 0, 0)))
     # A new request's prompt is not in the prefix cache: the drafter has read nothing of it.
     follow = world.drafter._follow
     world.drafter._follow = lambda item, request: (
@@ -287,11 +291,40 @@ def test_where_guesses_are_right_it_comes_near_the_best_fixed_number(cost, batch
     parts = {"cost": COSTS[cost], "batch": batch, "chance": lambda step: chance}
     world = with_passes(share, **parts) if share else with_ngrams(**parts)
     world.run(100)
-    began_s, before = world.now_s, world.num_tokens
-    world.run(250)
-    token_s = (world.now_s - began_s) / (world.num_tokens - before)
+    token_s = world.plain_s / world.batch / speed_of(world, 250)
     assert token_s <= 1.13 * best_fixed(world, chance, share)
     assert_bounded(world)
+
+
+def speed_of(world: World, num_steps: int) -> float:
+    """Against no guesses, from now on."""
+    began_s, before = world.now_s, world.num_tokens
+    world.run(num_steps)
+    return (world.num_tokens - before) / world.batch * world.plain_s / (world.now_s - began_s)
+
+
+def test_a_price_that_was_too_high_is_not_believed_for_ever():
+    world = with_passes(0.3, cost=COSTS["tiles"], batch=1, chance=lambda step: 0.9)
+    for _ in range(50):  # the machine was busy
+        world.drafter._price.observe(1, 1.5 * world.plain_s)
+    assert speed_of(world, 50) == pytest.approx(1.0)
+    world.run(400)
+    assert speed_of(world, 100) > 1.5
+
+
+def test_guesses_are_as_deep_as_it_takes_to_repay_the_rows_of_the_first():
+    """Four rows for a second request cost as much as eight: one guess alone would not be worth them."""
+    rows = (0.0, 0.04, 0.04, 0.04, 0.04, 0.04)
+    terms = DraftTerms(num_tokens=5, prices=DraftPrices(token_s=0.05, rows_s=rows, plain_s=0.05, spare_s=9.0))
+    price, guesser = PassPrice(), Guesser(greedy, WORDS)
+    for _ in range(20):
+        price.observe(1, 0.02)
+        guesser._first.count(0, True)
+    world = World(cost=COSTS["line"], batch=1, chance=lambda step: 1.0)
+    draft = guesser.begin(world.requests[0], 5)
+    assert guesser.worth_more([draft], price, terms, 0.0) == [draft]
+    shallow = guesser.begin(world.requests[0], 1)
+    assert guesser.worth_more([shallow], price, terms, 0.0) == []
 
 
 @pytest.mark.parametrize("cost", ["tiles", "line"])
