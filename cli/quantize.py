@@ -287,8 +287,8 @@ def _peak_memory(plan: "Plan", calibration: "CalibrationSet | None") -> int | No
 
     if plan.recipe.backend != OWN:
         return None
-    num_tokens = 0 if calibration is None else calibration.num_tokens
-    return peak_memory(plan.source, plan.targets, plan.settings, num_tokens)
+    lengths = [0] if calibration is None else [len(sample) for sample in calibration.samples]
+    return peak_memory(plan.source, plan.targets, plan.settings, sum(lengths), max(lengths))
 
 
 def _warn_of(plan: "Plan", calibration: "CalibrationSet | None", device: str) -> list[str]:

@@ -19,7 +19,8 @@ class ActivationStore(Sequence[Tensor]):
     """float32 tensors on the CPU, each replaced by one of its own shape as a layer is passed.
 
     The first ones, `memory_bytes` in all, stay in memory. Every other one is mapped while somebody holds it, so that
-    the process's memory has no more than those in use. A tensor that was handed out must not be changed in place.
+    the process's memory has no more than those in use. A tensor that was handed out must not be changed in place, and
+    changes when another takes its place.
     """
 
     def __init__(self, tensors: Iterable[Tensor], spill: Path, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
@@ -55,6 +56,9 @@ class ActivationStore(Sequence[Tensor]):
             raise ValueError(f"activation {index} is {self._shapes[index]}, got {tuple(tensor.shape)} {tensor.dtype}")
         if index in self._offsets:
             self._map(index).copy_(tensor)
+        elif index in self._held:
+            # In its place: tensors that are made anew, some at a time, leave holes among each other.
+            self._held[index].copy_(tensor)
         else:
             self._held[index] = tensor.to("cpu")
 

@@ -70,6 +70,7 @@ class _CalibratedLoop:
 
     def run(self, calibration: CalibrationSet, memory_bytes: int) -> None:
         store = ActivationStore(self.stream.embed(calibration.samples), _fresh(self.work.spill), memory_bytes)
+        release_memory()  # what embedding a sample leaves lies between those that are held
         measures_kv = self.plan.recipe.kv is not None
         num_layers = self.stream.num_layers
         last = num_layers - 1 if measures_kv else max(self.targets)

@@ -66,11 +66,15 @@ def batch_tokens(widest: int) -> int:
 
 
 def peak_memory(
-    source: Checkpoint, targets: tuple[Target, ...], settings: Mapping[str, LinearSettings], num_tokens: int
+    source: Checkpoint,
+    targets: tuple[Target, ...],
+    settings: Mapping[str, LinearSettings],
+    num_tokens: int,
+    longest: int,
 ) -> int:
     """About how many bytes a run of our own methods takes at most, above what imports take: for the largest layer its
     weights in float32, the second moments of its inputs, the activations that are held, and what one linear is worked
-    on in. num_tokens: of calibration; 0 where none pass.
+    on in. num_tokens: of calibration; 0 where none pass. longest: of its samples, which goes through a layer in one.
     """
     layers: dict[int, int] = {}
     for name, info in source.tensors.items():
@@ -82,7 +86,7 @@ def peak_memory(
     if not num_tokens:
         return total
     hidden, widest = source.architecture.hidden_size, max(target.in_features for target in targets)
-    total += 4 * min(num_tokens, batch_tokens(widest)) * (_BETWEEN[0] * hidden + _BETWEEN[1] * widest)
+    total += 4 * min(num_tokens, max(longest, batch_tokens(widest))) * (_BETWEEN[0] * hidden + _BETWEEN[1] * widest)
     moments: dict[int, dict[str, int]] = {}
     for target in targets:
         if settings[target.name].method in _WITH_MOMENTS:

@@ -38,3 +38,12 @@ def test_another_shape_or_dtype_is_refused(tmp_path):
         store[0] = torch.zeros(1, 4, 8)
     with pytest.raises(ValueError, match="float64"):
         store[0] = torch.zeros(1, 5, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 2**20])
+def test_a_tensor_takes_the_place_of_the_one_before(tmp_path, memory_bytes):
+    store = ActivationStore([torch.zeros(1, 4, 8) for _ in range(3)], tmp_path / "spill", memory_bytes)
+    held = store[1]
+    store[1] = torch.ones(1, 4, 8)
+    assert held.equal(torch.ones(1, 4, 8))
+    assert store[0].equal(store[2])
