@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.layer_work import InputStatistics
+from llmq.quantize.layer_work import FIRST_TOKEN_SHARE, InputStatistics
 from llmq.quantize.rounding import round_trip
 
 # The search looks at these, then at the neighbours of the best one at each of the finer steps.
@@ -44,6 +44,7 @@ MAX_SEARCH_ROWS = 512
 _MAX_SCALE = 2.0**12
 
 SETTINGS = {
+    "first_token": f"at least {FIRST_TOKEN_SHARE} of a sample's weight",
     "alphas": ALPHAS,
     "finer_steps": FINER_STEPS,
     "clips": CLIPS,

@@ -23,41 +23,64 @@ from llmq.quantize.mappings import ScaleMapping
 _TILE = 256
 
 
+# Of the weight of a sample's tokens in E[x x^T], that of the first one at least. It is what later ones attend to most,
+# whatever it is (an attention sink: Xiao et al., arXiv 2309.17453; by activations a thousand times as large as others:
+# Sun et al., arXiv 2402.17762), so its error is an error of all of them, and as one token of 2,048 it had next to no
+# say. Tokens by their weight, the first ones' and others: RSQ, Sung et al., arXiv 2503.01820.
+FIRST_TOKEN_SHARE = 1 / 32
+
+
+def first_token_weight(length: int) -> float:
+    """Of a sample's first token, where each of the others has 1: FIRST_TOKEN_SHARE of all, and no less than theirs."""
+    return max(1.0, FIRST_TOKEN_SHARE / (1.0 - FIRST_TOKEN_SHARE) * (length - 1))
+
+
 class InputStatistics:
     """Running statistics of a linear's input over tokens, in float32: E[x x^T], E|x| and max|x|."""
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu"):
         # The sum over tokens of x x^T on and above the diagonal's tiles; once `gram` was asked for, the whole mean.
         self._outer = torch.zeros(in_features, in_features, device=device)
+        self._weight = 0.0  # of the tokens of `_outer`
         self._is_mean = False
         self._sum_abs = torch.zeros(in_features, device=device)
         self.max_abs = torch.zeros(in_features, device=device)
         self.num_tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """x: [..., in_features]"""
+        """x: [batch, length, in_features], samples from their first tokens on; or [tokens, in_features] of any."""
+        first_weight = first_token_weight(x.shape[1]) if x.dim() == 3 else 1.0
+        first = x[:, 0].to(torch.float32) if first_weight > 1.0 else None
         x = x.reshape(-1, x.shape[-1]).to(torch.float32)
         if not len(x):
             return
         if self._is_mean:
-            self._outer *= max(self.num_tokens, 1)
+            self._outer *= self._weight
             self._is_mean = False
-        for start in range(0, x.shape[1], _TILE):
-            stop = start + _TILE
-            self._outer[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
+        self._add_outer(x)
+        self._weight += len(x)
+        if first is not None:
+            self._add_outer(first, first_weight - 1.0)
+            self._weight += (first_weight - 1.0) * len(first)
         x = x.abs()
         self._sum_abs += x.sum(0)
         torch.maximum(self.max_abs, x.amax(0), out=self.max_abs)
         self.num_tokens += x.shape[0]
 
+    def _add_outer(self, x: Tensor, weight: float = 1.0) -> None:
+        for start in range(0, x.shape[1], _TILE):
+            stop = start + _TILE
+            self._outer[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:], alpha=weight)
+
     @property
     def gram(self) -> Tensor:
-        """E[x x^T], [in, in]: GPTQ's Hessian of the squared output error, but for a factor of two.
+        """E[x x^T], [in, in]: GPTQ's Hessian of the squared output error, but for a factor of two. First tokens have
+        the weight of several (`first_token_weight`).
 
         Not a copy, which of a wide linear would take hundreds of megabytes: not to be changed.
         """
         if not self._is_mean:
-            self._outer /= max(self.num_tokens, 1)
+            self._outer /= max(self._weight, 1.0)
             for start in range(0, self._outer.shape[0], _TILE):
                 stop = start + _TILE
                 self._outer[stop:, start:stop] = self._outer[start:stop, stop:].T
@@ -225,7 +248,8 @@ class _InputRecorder(Generic[T]):
 class LinearOutcome:
     """A linear as it is stored and what that cost. None: the method has no such number.
 
-    Errors are over the calibration tokens: E|W'x - Wx|^2 / E|Wx|^2, where W is the weight before the method.
+    Errors are over the calibration tokens: E|W'x - Wx|^2 / E|Wx|^2, where W is the weight before the method, and first
+    tokens weigh as `first_token_weight` says.
     """
 
     weight: QuantizedWeight

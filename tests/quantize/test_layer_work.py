@@ -80,6 +80,22 @@ def test_a_gram_matrix_is_whole_and_symmetric_at_any_width(in_features):
     assert torch.equal(statistics.gram, statistics.gram.T)
 
 
+@pytest.mark.parametrize("length", [1, 2, 31, 200])
+def test_the_first_token_of_a_sample_weighs_as_much_as_its_share(length):
+    """And no less than another, where samples are short. What is said of all tokens alike counts each once."""
+    x = torch.randn(3, length, 70)
+    statistics = InputStatistics(70)
+    for part in x.split([1, 2]):
+        statistics.add(part)
+    weights = torch.ones(length)
+    weights[0] = max(1.0, (length - 1) / 31)
+    expected = torch.einsum("t,bti,btj->ij", weights, x, x) / (3 * weights.sum())
+    torch.testing.assert_close(statistics.gram, expected, rtol=1e-4, atol=1e-5)
+    assert weights[0] / weights.sum() == pytest.approx(max(1 / length, 1 / 32))
+    assert statistics.num_tokens == 3 * length
+    torch.testing.assert_close(statistics.mean_abs, x.abs().mean((0, 1)), rtol=1e-4, atol=1e-5)
+
+
 def test_statistics_of_no_token_are_zero():
     statistics = InputStatistics(3)
     statistics.add(torch.zeros(0, 3))
