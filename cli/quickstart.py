@@ -49,7 +49,7 @@ def quickstart(
     folder = cache_dir() / "quickstart"
     facts: Facts = {"model": str(original), "budget": show_budget(original, narrator)}
     with locked(folder / "run"):
-        quantized, facts["quantize"] = make_quantized(original, folder / f"{MODEL}-awq", narrator)
+        quantized, facts["quantize"] = make_quantized(original, folder / f"{MODEL}-gptq", narrator)
         facts["proof"] = prove(original, quantized, folder / "proof.json", threads, narrator)
     facts["chat"] = chat(quantized, threads, narrator)
     facts["duration_s"] = round(time.perf_counter() - started_s, 1)
@@ -102,10 +102,10 @@ def show_budget(original: Path, narrator: Narrator) -> Facts:
 
 
 def make_quantized(original: Path, out: Path, narrator: Narrator) -> tuple[Path, Facts]:
-    """AWQ to 4 bits, calibrated on the calibration half of the built-in text, or what an earlier run made of it."""
+    """GPTQ to 4 bits, calibrated on the calibration half of the built-in text, or what an earlier run made of it."""
     from llmq.quantize.report import REPORT_FILE
 
-    narrator.step("quantize: AWQ, 4-bit weights")
+    narrator.step("quantize: GPTQ, 4-bit weights")
     is_reused = _is_made_from(out / REPORT_FILE, original)
     if not is_reused:
         shutil.rmtree(out, ignore_errors=True)  # of another original
@@ -119,9 +119,9 @@ def make_quantized(original: Path, out: Path, narrator: Narrator) -> tuple[Path,
         f"{sizes} in {console.format_duration(report['duration_s'])}. A weight takes "
         f"{report['bits_per_quantized_weight']:.2f} bits: 4, and its share of the scale and\n"
         f"zero point of {report['group_size']['value']}. The embedding, a fifth of this small model, stays in 16 bit.\n"
-        "AWQ scales up the inputs that matter, by their activations, before it rounds: the error of the linears'\n"
-        f"output is {ours:.1%} of its energy, against {rounding:.1%} by rounding alone. With other methods:\n"
-        "  llmq quantize MODEL --gptq -o OUT      (or --smoothquant, --fp8)"
+        "GPTQ rounds column after column, and those to come take up the error, as the inputs call for: that of the\n"
+        f"linears' output is {ours:.1%} of its energy, against {rounding:.1%} by rounding alone. With other methods:\n"
+        "  llmq quantize MODEL --awq -o OUT      (or --smoothquant, --fp8)"
     )
     kept = ("method", "scheme", "bytes_before", "bytes_after", "bits_per_quantized_weight", "duration_s", "calibration")
     facts = {name: report[name] for name in kept}
@@ -136,14 +136,14 @@ def _is_made_from(report_file: Path, original: Path) -> bool:
 
 
 def _quantize(original: Path, out: Path) -> None:
-    """What `llmq quantize ORIGINAL --awq --samples 32 --seq-len 256 -o OUT` does."""
+    """What `llmq quantize ORIGINAL --gptq --samples 32 --seq-len 256 -o OUT` does."""
     from llmq.profiles.checkpoint import read_checkpoint
     from llmq.quantize.calibration import BUILTIN, load_calibration, load_tokenizer
     from llmq.quantize.pipeline import quantize_model
     from llmq.quantize.preflight import preflight
     from llmq.quantize.recipe import Recipe
 
-    plan = preflight(read_checkpoint(original), Recipe.of("awq"), out)
+    plan = preflight(read_checkpoint(original), Recipe.of("gptq"), out)
     calibration = load_calibration(
         BUILTIN, load_tokenizer(original), num_samples=CALIBRATION_SAMPLES, seq_len=CALIBRATION_TOKENS
     )
@@ -193,7 +193,7 @@ def _show_proof(record: Facts, original: Path, quantized: Path, is_reused: bool,
     before, after = divergence["baseline"], divergence["candidate"]
     sizes = [_weight_file_bytes(folder) for folder in (original, quantized)]
     narrator.table(
-        ["", ">bf16", ">4-bit AWQ", ">change"],
+        ["", ">bf16", ">4-bit GPTQ", ">change"],
         [
             ["weight files", *map(format_bytes, sizes), f"{sizes[1] / sizes[0]:.0%} of it"],
             [
@@ -257,6 +257,6 @@ def show_next(original: Path, quantized: Path, facts: Facts, narrator: Narrator)
         '  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\\n'
         f'    -d \'{{"model": "{quantized.name}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'\n'
         f"  llmq inspect {quantized}\n"
-        f"  llmq quantize {MODEL} --gptq -o smollm2-gptq      # or --smoothquant, --fp8\n"
-        f"  llmq eval smollm2-gptq --baseline {MODEL}"
+        f"  llmq quantize {MODEL} --awq -o smollm2-awq      # or --smoothquant, --fp8\n"
+        f"  llmq eval smollm2-awq --baseline {MODEL}"
     )
