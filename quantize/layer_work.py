@@ -38,6 +38,8 @@ def first_token_weight(length: int) -> float:
 class InputStatistics:
     """Running statistics of a linear's input over tokens, in float32: E[x x^T], E|x| and max|x|."""
 
+    weighs_first_tokens = True
+
     def __init__(self, in_features: int, device: torch.device | str = "cpu"):
         # The sum over tokens of x x^T on and above the diagonal's tiles; once `gram` was asked for, the whole mean.
         self._outer = torch.zeros(in_features, in_features, device=device)
@@ -49,7 +51,7 @@ class InputStatistics:
 
     def add(self, x: Tensor) -> None:
         """x: [batch, length, in_features], samples from their first tokens on; or [tokens, in_features] of any."""
-        first_weight = first_token_weight(x.shape[1]) if x.dim() == 3 else 1.0
+        first_weight = first_token_weight(x.shape[1]) if self.weighs_first_tokens and x.dim() == 3 else 1.0
         first = x[:, 0].to(torch.float32) if first_weight > 1.0 else None
         x = x.reshape(-1, x.shape[-1]).to(torch.float32)
         if not len(x):
@@ -127,7 +129,13 @@ class InputSample:
 
 
 class SampledStatistics(InputStatistics):
-    """Running statistics, and some of the tokens that they are of."""
+    """Running statistics, and some of the tokens that they are of.
+
+    First tokens weigh as others: at 8 bits, for which these are taken, each token's own rounding is most of the error
+    (KL of SmolLM2-135M, as it is: 0.012, with the weight 0.013).
+    """
+
+    weighs_first_tokens = False
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu", tokens_per_call: int = 32):
         super().__init__(in_features, device)

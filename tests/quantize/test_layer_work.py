@@ -6,7 +6,7 @@ from layer_bench import LayerBench
 from torch import nn
 
 from llmq.quantize.formats.scheme import WeightScheme
-from llmq.quantize.layer_work import InputStatistics, LayerWork
+from llmq.quantize.layer_work import InputStatistics, LayerWork, SampledStatistics
 
 
 class Block(nn.Module):
@@ -94,6 +94,13 @@ def test_the_first_token_of_a_sample_weighs_as_much_as_its_share(length):
     assert weights[0] / weights.sum() == pytest.approx(max(1 / length, 1 / 32))
     assert statistics.num_tokens == 3 * length
     torch.testing.assert_close(statistics.mean_abs, x.abs().mean((0, 1)), rtol=1e-4, atol=1e-5)
+
+
+def test_where_tokens_are_rounded_by_themselves_all_weigh_alike():
+    x = torch.randn(2, 200, 70)
+    statistics = SampledStatistics(70)
+    statistics.add(x)
+    torch.testing.assert_close(statistics.gram, torch.einsum("nti,ntj->ij", x, x) / 400, rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_of_no_token_are_zero():

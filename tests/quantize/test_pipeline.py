@@ -446,7 +446,11 @@ def test_one_short_text_is_enough_and_is_said_aloud(source, run_quantize, tmp_pa
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}), ("gemma2", {"hidden_size": 96}), ("phi3", {})],
+    [
+        ("llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}),
+        ("gemma2", {"hidden_size": 96}),
+        ("phi3", {}),
+    ],
 )
 def test_smoothing_alone_changes_no_logit(
     tiny_llama, run_quantize, calibration_jsonl, tmp_path, method, model_type, changes
