@@ -313,7 +313,7 @@ def test_a_price_that_was_too_high_is_not_believed_for_ever():
 
 
 def test_guesses_are_as_deep_as_it_takes_to_repay_the_rows_of_the_first():
-    """Four rows for a second request cost as much as eight: one guess alone would not be worth them."""
+    """The first row more costs as much as five do: one guess alone would not be worth it."""
     rows = (0.0, 0.04, 0.04, 0.04, 0.04, 0.04)
     terms = DraftTerms(num_tokens=5, prices=DraftPrices(token_s=0.05, rows_s=rows, plain_s=0.05, spare_s=9.0))
     price, guesser = PassPrice(), Guesser(greedy, WORDS)
