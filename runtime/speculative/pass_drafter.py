@@ -112,13 +112,14 @@ class PassDrafter(ABC, Generic[Text]):
     def _first_ones(self, texts: Sequence[Text], chance: float, terms: DraftTerms) -> list["_FirstOnes"]:
         """Those numbers of `texts` that gain if a guess is right with `chance`, where a guess is within what may be
         lost."""
-        found, behind_s, to_come = [], 0.0, 0.0
+        found, num_behind, to_come = [], 0, 0.0
         for count, text in enumerate(texts, 1):
-            behind_s += self._behind_s(text)
+            num_behind += self._num_behind(text)
             to_come += self._num_to_come(text)
-            tried_s = behind_s + self._price.seconds(count)
-            if tried_s > terms.prices.spare_s:
+            if self._price.measured_s(num_behind + count) > terms.prices.spare_s:
                 break
+            tried_s = self._price.seconds(num_behind + count)
+            behind_s = tried_s - self._price.seconds(count)
             gain = gain_of(count, chance, self._price, terms)
             total_s = gain.gained_s / count * to_come / gain.given - behind_s
             if gain.gained_s > 0.0 and total_s > 0.0:
@@ -128,10 +129,6 @@ class PassDrafter(ABC, Generic[Text]):
     def _num_behind(self, text: Text) -> int:
         """Tokens that it has not read, but for the one that every guess begins with."""
         return max(0, len(text.draft.view.token_ids) - text.num_computed - 1)
-
-    def _behind_s(self, text: Text) -> float:
-        behind = self._num_behind(text)
-        return self._price.seconds(behind) - self._price.seconds(0)
 
     def _num_to_come(self, text: Text) -> float:
         view = text.draft.view

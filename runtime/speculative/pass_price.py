@@ -29,8 +29,12 @@ class PassPrice:
         return self._terms != (0.0, 0.0)
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a pass over so many tokens; 0 where there was none yet."""
-        return self._fade * (self._terms[0] + self._terms[1] * num_tokens)
+        """Of a pass over so many tokens, as it may be by now; 0 where there was none yet."""
+        return self._fade * self.measured_s(num_tokens)
+
+    def measured_s(self, num_tokens: int) -> float:
+        """As it was when there were passes: what one may cost, however long ago that is."""
+        return self._terms[0] + self._terms[1] * num_tokens
 
     @contextmanager
     def timed(self, num_tokens: int) -> Iterator[None]:

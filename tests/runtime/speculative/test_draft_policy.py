@@ -157,6 +157,18 @@ def test_a_pass_that_does_not_fit_is_not_begun_and_tried_again_later():
     assert any(price.fits(1, 0.005) for _ in range(100))
 
 
+def test_hope_that_a_pass_has_become_cheaper_spends_no_more_than_it_was_measured_to_take():
+    price = PassPrice()
+    for _ in range(5):
+        price.observe(1, 0.010)
+    for _ in range(200):
+        price.wait()
+    assert price.seconds(1) < 0.007
+    assert price.measured_s(1) == pytest.approx(0.010)
+    price.observe(1, 0.010)
+    assert price.seconds(1) == pytest.approx(0.010)
+
+
 def test_a_pass_over_more_rows_is_dearer_before_it_was_seen():
     price = PassPrice()
     for _ in range(5):
