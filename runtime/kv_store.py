@@ -66,6 +66,7 @@ class KVStore:
         self.layout = layout
         self.num_blocks = num_blocks
         self.staging = Staging.of(device)  # for all numbers that a step brings along
+        self.clears_unwritten = False  # set by a program whose attention reads such slots
         self._blocks = _zeros(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
         self._parts: dict[int, tuple[StoredPart, StoredPart]] = {}
         for group in layout.groups:
@@ -108,8 +109,11 @@ class KVStore:
             self._blocks[target] = self._blocks[source]
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands and are not filled at once. Slots not yet written are read too, behind a mask,
-        where 0 × NaN is NaN: a request whose activations overflowed must leave nothing to the next."""
+        """Zero blocks that change hands and are not filled at once, where `clears_unwritten`: slots not yet written are
+        read behind a mask then, where 0 × NaN is NaN, and a request whose activations overflowed must leave nothing to
+        the next."""
+        if not self.clears_unwritten:
+            return
         if self.device.type == "cpu":
             # Not by torch: it shares a block out to its threads, which then spin beside those of the next step.
             blocks = self._blocks.numpy()

@@ -35,6 +35,7 @@ class AttentionMetadata:
 
 class AttentionBackend(Protocol):
     name: str
+    reads_unwritten: bool  # slots that were never written, behind a mask: they must hold numbers
 
     def prepare(self, metadata: AttentionMetadata) -> Any:
         """What the layers of a group share in one step: index tensors, masks, launch plans."""

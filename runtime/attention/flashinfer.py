@@ -61,6 +61,7 @@ class PlannedStep:
 
 class FlashInferAttention:
     name = "flashinfer"
+    reads_unwritten = True
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
         self._module, self._device = module, device

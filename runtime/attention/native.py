@@ -25,6 +25,8 @@ class NativeAttention:
     """Softmax over spans of keys, merged in order, counted from the start of a sequence: what a query gets does
     not depend, in any bit, on what else a step computes."""
 
+    reads_unwritten = False
+
     def __init__(self) -> None:
         self.name = f"native {native.isa()}"
         self._planes: WeakKeyDictionary[KVStore, list[tuple[native.KVPlane, native.KVPlane]]] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ from llmq.runtime.kv_store import KVStore
 
 class ReferenceAttention:
     name = "reference"
+    reads_unwritten = False
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         return metadata

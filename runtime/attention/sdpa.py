@@ -34,6 +34,7 @@ class _Call:
 
 class SdpaAttention:
     name = "sdpa"
+    reads_unwritten = True
 
     def prepare(self, metadata: AttentionMetadata) -> list[_Call]:
         return [_plan_call(metadata, sequences) for sequences in _batches(metadata)]

@@ -35,6 +35,7 @@ class TiledAttention:
     """Softmax over key tiles with a running maximum (Milakov and Gimelshein 2018, arXiv 1805.02867), in float32."""
 
     name = "tiled, batch-invariant"
+    reads_unwritten = True
 
     def __init__(self, group_size: int) -> None:
         self.queries_per_tile = max(1, QUERY_TILE // group_size)

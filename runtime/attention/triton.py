@@ -50,6 +50,7 @@ class PreparedStep:
 
 class TritonAttention:
     name = "triton"
+    reads_unwritten = True
 
     @staticmethod
     def runs(store: KVStore, dtype: torch.dtype) -> bool:

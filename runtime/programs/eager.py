@@ -15,6 +15,7 @@ class EagerProgram:
         self.name = "torch" if why_not_native is None else f"torch ({why_not_native})"
         self.model, self.store, self.attention = model, store, attention
         self.attention_kernel = attention.name
+        store.clears_unwritten |= attention.reads_unwritten
 
     def forward(self, inputs: BatchInputs) -> Tensor:
         return self.model.forward(inputs, self.store, self.attention)

@@ -56,6 +56,7 @@ class TritonProgram:
         """attention: of another's making, in place of the kernels of our own."""
         self.model, self.store, self.attention = decoder, store, attention or TritonAttention()
         self.attention_kernel = self.attention.name
+        store.clears_unwritten |= self.attention.reads_unwritten
         self._grouped = {
             id(block.part): made
             for block in decoder.blocks

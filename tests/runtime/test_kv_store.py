@@ -27,3 +27,17 @@ def test_a_large_pool_takes_no_memory_until_it_is_written():
         part.payload[5] = 1
     assert int(store.parts(0)[0].payload[num_blocks - 1].count_nonzero()) == 0
     assert resident_bytes() - before < 2**27
+
+
+def test_blocks_are_cleared_for_who_reads_unwritten_slots():
+    spec = KVCacheSpec(1, 8, 8, KV_DTYPES["bf16"], None)
+    store = KVStore(KVCacheLayout((KVCacheGroup(spec, (0,), 4),)), 3, torch.device("cpu"))
+    keys, values = store.parts(0)
+    keys.payload.fill_(1)
+    values.payload.fill_(1)
+    store.clear_blocks([1])
+    assert int(keys.payload.count_nonzero()) == keys.payload.numel()
+    store.clears_unwritten = True
+    store.clear_blocks([1])
+    for part in (keys, values):
+        assert part.payload.flatten(1).count_nonzero(dim=1).tolist() == [32, 0, 32]

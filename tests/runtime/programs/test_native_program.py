@@ -19,6 +19,7 @@ if native is None:
     pytest.skip(why_absent, allow_module_level=True)
 
 from llmq.runtime.attention.native import NativeAttention
+from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.layers.native_linear import NativeLinear
 from llmq.runtime.programs.eager import EagerProgram
 from llmq.runtime.programs.lowering import NotLoweredError
@@ -183,6 +184,14 @@ def test_mixtures_equal_float64(isa, rows, hidden, size, experts, per_token, ren
         assert rows < 17 or is_clear.sum() > rows // 2
     assert (error[is_clear] < 2e-2).all()
     assert made.isfinite().all()
+
+
+def test_only_who_reads_unwritten_slots_has_them_cleared(tmp_path):
+    folder = save_tiny_model(tmp_path, "llama", dtype="bfloat16")
+    for attention, clears in ((SdpaAttention(), True), (NativeAttention(), False)):
+        store = make_store(folder, "bf16")
+        EagerProgram(load_native(folder), store, attention)
+        assert store.clears_unwritten == clears
 
 
 def both_programs(folder, kv_dtype):
