@@ -70,14 +70,22 @@ def runs_native(asked: str, dtype: str, device: str) -> bool:
     return asked != "torch" and (triton_runs(device) or (device == "cpu" and native is not None))
 
 
+_HEAD_GROUP = 64
+
+
 @dataclass(frozen=True)
 class NativeNumerics:
     """What our own kernels on a CPU do to a checkpoint's linears that the checkpoint does not ask for."""
 
-    int8_head: bool = False  # a head stored in 16 bit is rounded to int8, with one scale a row
+    int8_head: bool = False  # a head stored in 16 bit is rounded to int8, with one scale a row or a group of it
     int8_activations: bool = (
         False  # inputs of integer weights are rounded to int8, with one scale a group of the weight
     )
+
+    def head_group_size(self, in_features: int) -> int | None:
+        """Of an int8 head; None: it has one scale a row. A hidden state has outliers, which rounded with one scale cost
+        the others more than all the layers' rounding: where inputs are rounded the head has groups."""
+        return _HEAD_GROUP if self.int8_activations and in_features % _HEAD_GROUP == 0 else None
 
 
 def native_numerics(checkpoint: Checkpoint, engine: EngineConfig, dtypes: Dtypes, device: str) -> NativeNumerics | None:

@@ -296,7 +296,10 @@ def _fingerprint(worker: Worker, program: Program, stages: Sequence[Loaded]) -> 
     """What decides the numbers that come out: two engines with equal fingerprints and weights compute alike. `stages`:
     by one rank of each. How many there are decides no number."""
     tied, dtypes, numerics = worker.architecture.tie_word_embeddings, worker.dtypes, worker.numerics
-    head = "int8 per row" if numerics is not None and numerics.int8_head else dtypes.dtype
+    head = dtypes.dtype
+    if numerics is not None and numerics.int8_head:
+        group_size = numerics.head_group_size(worker.architecture.hidden_size)
+        head = "int8 per row" if group_size is None else f"int8 × int8 in groups of {group_size}"
     ranks, schemes = worker.rank.collectives, Counter[str]()
     for one in stages:
         schemes.update(one.schemes)

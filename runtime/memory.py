@@ -107,7 +107,10 @@ def packed_head_bytes(checkpoint: Checkpoint, dtypes: Dtypes, numerics: NativeNu
         return None
     rows = -(-architecture.vocab_size // 16) * 16
     columns = -(-architecture.hidden_size // 8) * 8
-    return rows * (columns + 4) if numerics.int8_head else rows * columns * 2
+    if not numerics.int8_head:
+        return rows * columns * 2
+    group_size = numerics.head_group_size(columns)
+    return rows * (columns + 4 if group_size is None else columns + columns // group_size * 2)
 
 
 def with_drafter_layers(architecture: ModelArchitecture, drafter: ModelArchitecture | None) -> ModelArchitecture:

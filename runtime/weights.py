@@ -306,7 +306,8 @@ class DecoderLoader:
 
     def _head(self, weight: Tensor) -> Linear:
         if self.native is not None and self.native.int8_head:
-            return NativeLinear(rounded_to_int8(weight), None)
+            group_size = self.native.head_group_size(weight.shape[1])
+            return NativeLinear(rounded_to_int8(weight, group_size), None, int8_activations=group_size is not None)
         return self._as_run(self._made([weight], [None]))
 
     def _as_run(self, linear: Linear) -> Linear:

@@ -201,17 +201,21 @@ def held_bits(bits: int) -> int:
 _ROWS_AT_ONCE = 4096
 
 
-def rounded_to_int8(weight: Tensor) -> QuantizedWeight:
-    """[out, in] of floats with one scale a row, max|w| / 127: symmetric, to the nearest."""
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), 1)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = weight[first : first + _ROWS_AT_ONCE].float()
-        scale = rows.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
-        values[first : first + _ROWS_AT_ONCE] = (rows / scale).round_()
+def rounded_to_int8(weight: Tensor, group_size: int | None = None) -> QuantizedWeight:
+    """[out, in] of floats with one scale a row in float32, or one in bf16 of each `group_size` inputs of it, which
+    divides their number: max|w| / 127, symmetric, to the nearest."""
+    out_features, in_features = weight.shape
+    groups = 1 if group_size is None else in_features // group_size
+    values = torch.empty(out_features, groups, in_features // groups, dtype=torch.int8)
+    scales = torch.empty(out_features, groups, dtype=torch.float32 if group_size is None else torch.bfloat16)
+    for first in range(0, out_features, _ROWS_AT_ONCE):
+        rows = weight[first : first + _ROWS_AT_ONCE].float().unflatten(1, (groups, -1))
+        scale = (rows.abs().amax(dim=2).clamp_(min=1e-12) / 127).to(scales.dtype)
+        values[first : first + _ROWS_AT_ONCE] = (rows / scale[..., None]).round_().clamp_(-127, 127)
         scales[first : first + _ROWS_AT_ONCE] = scale
-    scheme = WeightScheme("int", 8, "channel", layout="int-quantized")
-    return QuantizedWeight(scheme, tuple(weight.shape), values, scales)
+    strategy = "channel" if group_size is None else "group"
+    scheme = WeightScheme("int", 8, strategy, group_size=group_size, layout="int-quantized")
+    return QuantizedWeight(scheme, (out_features, in_features), values.flatten(1), scales)
 
 
 def _narrowest(numbers: Tensor) -> torch.dtype:

@@ -66,7 +66,7 @@ def test_of_a_quantized_checkpoint(make_engine, shared):
     assert [engine.info.fingerprint["head"] for engine in (as_stored, rounded, both)] == [
         "bf16",
         "int8 per row",
-        "int8 per row",
+        "int8 × int8 in groups of 64",
     ]
     isa = native.isa()
     assert as_stored.info.fingerprint["linear_kernels"] == f"native int4, {isa}"

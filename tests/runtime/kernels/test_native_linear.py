@@ -459,6 +459,18 @@ def test_a_dense_weight_is_rounded_by_rows():
     assert torch.equal(made.dequantize()[17], torch.zeros(24))
 
 
+def test_a_dense_weight_is_rounded_by_groups():
+    """No number is further from its own than half a step, and what a bf16 scale is off itself."""
+    weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[:, 70] *= 1000
+    made = rounded_to_int8(weight, 64)
+    assert (made.scheme.strategy, made.scheme.group_size, made.scale.shape) == ("group", 64, (40, 3))
+    error = (made.dequantize() - weight.float()).abs().unflatten(1, (3, 64)).amax(dim=2)
+    largest = weight.float().abs().unflatten(1, (3, 64)).amax(dim=2)
+    assert bool((error <= largest * (0.5 / 127 + 2**-8)).all())
+    assert made.values.abs().max() == 127
+
+
 def test_not_a_number_stays_in_its_row(isa):
     weight = make("int", 4, "group", 40, 64, 0, group_size=32)
     x = input_of(20, 64, 0).contiguous()
