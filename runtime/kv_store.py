@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from llmq.runtime.kv_codec import SCALE_DTYPE, KVCodec, make_codec
 from llmq.runtime.staging import Staging
 
 _LINE_BYTES = 64
+
+# Of native attention's blocks.
+TILE_TOKENS = 16
+_TILE_UNIT = 4  # bytes
 
 # layer -> the static scales of its K and of its V
 StaticScales = Mapping[int, tuple[float, float]]
@@ -29,24 +34,52 @@ class Slots:
         return cls(slot_mapping // block_tokens, slot_mapping % block_tokens)
 
 
+class KVOrder(Enum):
+    """How numbers of several tokens and heads lie in a block: runtime/kernels/native/kv_plane.h."""
+
+    by_token = "by_token"
+    by_head = "by_head"
+    by_unit = "by_unit"
+
+
 @dataclass(frozen=True)
 class StoredPart:
-    """K or V of one layer in every block."""
+    """K or V of one layer in every block.
+
+    The payload is, for items of the codec, of which a head has head_dim / elements_per_item,
+
+        by_token  [num_blocks, block_tokens, num_kv_heads, items]
+        by_head   [num_blocks, block_tokens / TILE_TOKENS, num_kv_heads, TILE_TOKENS, items]
+        by_unit   [num_blocks, block_tokens / TILE_TOKENS, num_kv_heads, units, TILE_TOKENS], int32: four bytes of items
+    """
 
     codec: KVCodec
-    payload: Tensor  # [num_blocks, block_tokens, num_kv_heads, head_dim / elements_per_item]
+    payload: Tensor
     scales: Tensor | None  # [num_blocks, block_tokens, num_kv_heads]
+    order: KVOrder
 
     def write(self, x: Tensor, slots: Slots) -> None:
         payload, scales = self.codec.encode(x)
-        index = (slots.block, slots.offset)
-        self.payload.index_put_(index, payload)
+        tile, token = slots.offset // TILE_TOKENS, slots.offset % TILE_TOKENS
+        if self.order == KVOrder.by_token:
+            self.payload[slots.block, slots.offset] = payload
+        elif self.order == KVOrder.by_head:
+            self.payload[slots.block, tile, :, token] = payload
+        else:
+            self.payload[slots.block, tile, :, :, token] = payload.contiguous().view(torch.int32)
         if scales is not None:
-            self.scales.index_put_(index, scales)
+            self.scales[slots.block, slots.offset] = scales
 
     def read(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        payload = self.payload[table]
+        if self.order == KVOrder.by_head:
+            payload = payload.transpose(-3, -2).flatten(-4, -3)
+        elif self.order == KVOrder.by_unit:
+            tokens = payload.movedim(-1, -3).flatten(-4, -3)
+            # A copy even of what counts as contiguous: of a single unit the stride may be any.
+            payload = tokens.clone(memory_format=torch.contiguous_format).view(self.codec.payload_dtype)
         scales = None if self.scales is None else self.scales[table]
-        return self.codec.decode(self.payload[table], scales, dtype)
+        return self.codec.decode(payload, scales, dtype)
 
 
 class KVStore:
@@ -58,10 +91,19 @@ class KVStore:
 
     so that a block is one contiguous piece, whatever group it serves: copied, moved or sent with one call. Dtypes
     without dynamic scales leave those out.
+
+    For native attention K lies unit by unit, as a vector multiplies it, and V head by head, where T, and of K a head's
+    bytes, allow it: the same numbers in the same bytes of a block, in another order.
     """
 
     def __init__(
-        self, layout: KVCacheLayout, num_blocks: int, device: torch.device, static_scales: StaticScales | None = None
+        self,
+        layout: KVCacheLayout,
+        num_blocks: int,
+        device: torch.device,
+        static_scales: StaticScales | None = None,
+        *,
+        in_tiles: bool = False,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -73,8 +115,9 @@ class KVStore:
             offset = 0
             for layer in group.layers:
                 k_scale, v_scale = (static_scales or {}).get(layer, (None, None))
-                keys, offset = self._part(group, group.spec.head_dim_k, offset, k_scale)
-                values, offset = self._part(group, group.spec.head_dim_v, offset, v_scale)
+                orders = (KVOrder.by_unit, KVOrder.by_head) if in_tiles else (KVOrder.by_token,) * 2
+                keys, offset = self._part(group, group.spec.head_dim_k, offset, k_scale, orders[0])
+                values, offset = self._part(group, group.spec.head_dim_v, offset, v_scale, orders[1])
                 self._parts[layer] = (keys, values)
 
     @property
@@ -123,16 +166,26 @@ class KVStore:
             self._blocks[self.staging.send_integers(block_ids)] = 0
 
     def _part(
-        self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None
+        self, group: KVCacheGroup, head_dim: int, offset: int, static_scale: float | None, order: KVOrder
     ) -> tuple[StoredPart, int]:
-        """K or V of one layer, starting `offset` bytes into each block, and where it ends."""
-        shape = (group.block_tokens, group.spec.num_kv_heads)
+        """K or V of one layer, starting `offset` bytes into each block, and where it ends. order: if it can be."""
+        tokens, heads = group.block_tokens, group.spec.num_kv_heads
         codec = make_codec(group.spec.dtype, static_scale)
-        payload, offset = self._view(offset, codec.payload_dtype, (*shape, head_dim // codec.elements_per_item))
+        dtype, items = codec.payload_dtype, head_dim // codec.elements_per_item
+        units, rest = divmod(items * dtype.itemsize, _TILE_UNIT)
+        tiles, rest_of_block = divmod(tokens, TILE_TOKENS)
+        if rest_of_block or (order == KVOrder.by_unit and rest):
+            order = KVOrder.by_token
+        shape: tuple[int, ...] = (tokens, heads, items)
+        if order == KVOrder.by_head:
+            shape = (tiles, heads, TILE_TOKENS, items)
+        elif order == KVOrder.by_unit:
+            dtype, shape = torch.int32, (tiles, heads, units, TILE_TOKENS)
+        payload, offset = self._view(offset, dtype, shape)
         scales = None
         if codec.has_scales:
-            scales, offset = self._view(offset, SCALE_DTYPE, shape)
-        return StoredPart(codec, payload, scales), offset
+            scales, offset = self._view(offset, SCALE_DTYPE, (tokens, heads))
+        return StoredPart(codec, payload, scales, order), offset
 
     def _view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, int]:
         end = offset + torch.Size(shape).numel() * dtype.itemsize

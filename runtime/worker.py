@@ -11,10 +11,12 @@ from llmq.profiles.architecture import ModelArchitecture
 from llmq.profiles.checkpoint import read_checkpoint
 from llmq.profiles.errors import InputError
 from llmq.profiles.families import FAMILIES
+from llmq.profiles.kv_spec import KVCacheLayout
 from llmq.profiles.machine import available_memory_bytes, usable_cores
 from llmq.profiles.units import format_bytes
 from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.attention.flashinfer import choose_flashinfer
+from llmq.runtime.attention.native import NativeAttention
 from llmq.runtime.config import EngineConfig
 from llmq.runtime.dtypes import Dtypes, native_numerics
 from llmq.runtime.kernels import native, triton_runs
@@ -233,7 +235,7 @@ class Worker:
         """Allocate the KV blocks. The first rank samples, and guesses: where others compute its passes too, by `tell`,
         and not without. is_alone: `ModelRunner`'s; None: one rank is."""
         layout = rank_layout(self.cached, self.config, self.dtypes, self.stage)
-        store = KVStore(layout, num_blocks, self.device, self._static_scales)
+        store = KVStore(layout, num_blocks, self.device, self._static_scales, in_tiles=self._attends_natively(layout))
         program = self._program(self.model, self.architecture, store, self._other_attention(store))
         if self.rank.link is not None:
             dtype = TORCH_DTYPES[self.dtypes.dtype]
@@ -264,6 +266,12 @@ class Worker:
             self._graphs(architecture),
             attention,
         )
+
+    def _attends_natively(self, layout: KVCacheLayout) -> bool:
+        """Whether `make_program` takes the native attention, or would: others read tiles too, only slower."""
+        dtype = TORCH_DTYPES[self.dtypes.dtype]
+        is_native = self.numerics is not None and (self.config.batch_invariant or not triton_runs(self.device.type))
+        return is_native and NativeAttention.runs(layout, self.device, dtype)
 
     def _group_size(self, architecture: ModelArchitecture) -> int:
         """Query heads that share a KV head, on each rank."""

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from llmq.profiles.kv_spec import KVCacheLayout, KVCacheSpec
 from llmq.runtime.attention.base import AttentionMetadata
 from llmq.runtime.kernels import native
 from llmq.runtime.kv_store import KVStore, StoredPart
@@ -32,12 +33,12 @@ class NativeAttention:
         self._planes: WeakKeyDictionary[KVStore, list[tuple[native.KVPlane, native.KVPlane]]] = WeakKeyDictionary()
 
     @staticmethod
-    def runs(store: KVStore, dtype: torch.dtype) -> bool:
-        """Whether the kernels of this machine serve queries of `dtype` over this store."""
-        specs = [group.spec for group in store.layout.groups]
+    def runs(layout: KVCacheLayout, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernels of this machine serve queries of `dtype` over a store of this layout."""
+        specs = [group.spec for group in layout.groups]
         return (
             native is not None
-            and store.device.type == "cpu"
+            and device.type == "cpu"
             and dtype in DTYPES
             and all(max(spec.head_dim_k, spec.head_dim_v) <= native.MOST_HEAD_DIM for spec in specs)
         )
@@ -96,10 +97,14 @@ class NativeAttention:
 def native_planes(store: KVStore) -> "list[tuple[native.KVPlane, native.KVPlane]]":
     """K and V of each layer as the kernels take them, valid as long as the store."""
     num_layers = sum(len(group.layers) for group in store.layout.groups)
-    return [tuple(_plane(store, layer, part) for part in store.parts(layer)) for layer in range(num_layers)]
+    planes = []
+    for layer in range(num_layers):
+        spec, (keys, values) = store.spec(layer), store.parts(layer)
+        planes.append((_plane(store, spec, keys, spec.head_dim_k), _plane(store, spec, values, spec.head_dim_v)))
+    return planes
 
 
-def _plane(store: KVStore, layer: int, part: StoredPart) -> "native.KVPlane":
+def _plane(store: KVStore, spec: KVCacheSpec, part: StoredPart, head_dim: int) -> "native.KVPlane":
     static_scale = getattr(part.codec, "static_scale", None)
     return native.KVPlane(
         payload=part.payload.data_ptr(),
@@ -107,6 +112,7 @@ def _plane(store: KVStore, layer: int, part: StoredPart) -> "native.KVPlane":
         block_stride=store.layout.block_bytes,
         static_scale=1.0 if static_scale is None else static_scale,
         num_kv_heads=part.payload.shape[2],
-        head_dim=part.payload.shape[3] * part.codec.elements_per_item,
-        format=getattr(native.KVFormat, store.spec(layer).dtype.name),
+        head_dim=head_dim,
+        format=getattr(native.KVFormat, spec.dtype.name),
+        order=getattr(native.KVOrder, part.order.name),
     )

@@ -48,7 +48,7 @@ def make_program(
     attention: AttentionBackend = SdpaAttention()
     if batch_invariant:
         attention = TiledAttention(group_size)
-    elif native and NativeAttention.runs(store, dtype):
+    elif native and NativeAttention.runs(store.layout, store.device, dtype):
         attention = NativeAttention()
     return EagerProgram(model, store, attention, why_not)
 

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from llmq.profiles.kv_spec import KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec
-from llmq.runtime.kv_store import KVStore
+from llmq.runtime.kv_store import KVOrder, KVStore, Slots
 
 
 def resident_bytes() -> int:
@@ -41,3 +42,24 @@ def test_blocks_are_cleared_for_who_reads_unwritten_slots():
     store.clear_blocks([1])
     for part in (keys, values):
         assert part.payload.flatten(1).count_nonzero(dim=1).tolist() == [32, 0, 32]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("block_tokens", "are_tiled"), [(16, True), (32, True), (8, False)])
+@pytest.mark.parametrize("head_dim", [8, 24])
+def test_numbers_in_tiles_are_the_same(kv_dtype, head_dim, block_tokens, are_tiled):
+    """In the same bytes of a block, in another order."""
+    spec = KVCacheSpec(3, head_dim, head_dim, KV_DTYPES[kv_dtype], None)
+    layout = KVCacheLayout((KVCacheGroup(spec, (0, 1), block_tokens),))
+    static = dict.fromkeys((0, 1), (0.5, 0.5)) if kv_dtype == "fp8" else None
+    plain, tiled = (KVStore(layout, 4, torch.device("cpu"), static, in_tiles=in_tiles) for in_tiles in (False, True))
+    slots = Slots.of(torch.randperm(4 * block_tokens)[: 3 * block_tokens], block_tokens)
+    keys, values = torch.randn(2, 3 * block_tokens, 3, head_dim)
+    for store in (plain, tiled):
+        store.write(1, keys, values, slots)
+    assert [part.order != KVOrder.by_token for part in tiled.parts(1)] == [are_tiled, are_tiled]
+    table = torch.tensor([[3, 1], [0, 2]])
+    for made, expected in zip(tiled.read(1, table, torch.float32), plain.read(1, table, torch.float32), strict=True):
+        assert torch.equal(made, expected)
+    assert torch.equal(tiled._blocks.sort(dim=1).values, plain._blocks.sort(dim=1).values)
+    assert torch.equal(tiled._blocks, plain._blocks) != are_tiled

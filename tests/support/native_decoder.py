@@ -28,9 +28,9 @@ def load_native(folder: Path, max_model_len: int = 256) -> Decoder:
     return decoder
 
 
-def make_store(folder: Path, kv_dtype: str = "bf16", num_blocks: int = 64) -> KVStore:
+def make_store(folder: Path, kv_dtype: str = "bf16", num_blocks: int = 64, in_tiles: bool = True) -> KVStore:
     layout = KVCacheLayout.of(read_checkpoint(folder).architecture, kv_dtype, block_tokens=16, dynamic_scales=True)
-    return KVStore(layout, num_blocks, torch.device("cpu"))
+    return KVStore(layout, num_blocks, torch.device("cpu"), in_tiles=in_tiles)
 
 
 def make_step(store: KVStore, prompts: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]]) -> BatchInputs:

@@ -20,26 +20,41 @@ constexpr float kMasked = -2e30f;
 // In place of a head that is not to be read.
 alignas(64) constexpr uint8_t kNothing[4 * kMostHeadDim] = {};
 
-// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units, for each term of a, `terms` units apart.
+// sums[r][c] += a[r][u] · row[c]
 template <class Units, class Product, int R, int C>
-LLMQ_INLINE void add_products(const typename Units::Unit* const* a, int64_t terms, const typename Units::Unit* b,
-                              int64_t stride, int units, typename Units::Sum (&sums)[R][C]) {
+LLMQ_INLINE void add_unit(const typename Units::Unit* const* a, int64_t u, const typename Units::Vector (&row)[C],
+                          typename Units::Sum (&sums)[R][C]) {
+  unrolled<R>([&](int r) LLMQ_UNROLLED {
+    const typename Units::Vector one = Units::all(a[r] + u);
+    unrolled<C>([&](int c) LLMQ_UNROLLED { sums[r][c] = Product::add(sums[r][c], one, row[c]); });
+  });
+}
+
+// body(term) adds to the sums the products of each term of what is a sum of terms.
+template <class Units, int R, int C, class Body>
+LLMQ_INLINE void for_terms(typename Units::Sum (&sums)[R][C], Body&& body) {
   for (int term = 0; term < Units::kTerms; term++) {
     if (term > 0) {
       unrolled<R>([&](int r) LLMQ_UNROLLED {
         unrolled<C>([&](int c) LLMQ_UNROLLED { sums[r][c] = Units::next_term(sums[r][c]); });
       });
     }
+    body(term);
+  }
+}
+
+// sums[r][c] += Σ_u a[r][u] · b[u][column + c·W…] over `units` units, for each term of a, `terms` units apart.
+template <class Units, class Product, int R, int C>
+LLMQ_INLINE void add_products(const typename Units::Unit* const* a, int64_t terms, const typename Units::Unit* b,
+                              int64_t stride, int units, typename Units::Sum (&sums)[R][C]) {
+  for_terms<Units>(sums, [&](int term) LLMQ_UNROLLED {
     const typename Units::Unit* next = b;
     for (int u = 0; u < units; u++, next += stride) {
       typename Units::Vector row[C];
       unrolled<C>([&](int c) LLMQ_UNROLLED { row[c] = Units::load(next + c * W); });
-      unrolled<R>([&](int r) LLMQ_UNROLLED {
-        const typename Units::Vector one = Units::all(a[r] + term * terms + u);
-        unrolled<C>([&](int c) LLMQ_UNROLLED { sums[r][c] = Product::add(sums[r][c], one, row[c]); });
-      });
+      add_unit<Units, Product>(a, term * terms + u, row, sums);
     }
-  }
+  });
 }
 
 // The state of softmax over some keys: largest score (in powers of 2), sum of weights, weighted sum of V. Of rows.
@@ -72,6 +87,10 @@ class Task {
     first_position_ = first_position_of(job_);
     // Where there is a softcap, scores become powers of 2 behind it.
     factor_ = call_.softcap != 0 ? call_.scale / call_.softcap : call_.scale * kLog2E;
+    are_in_place_ = false;
+    with_format(call_.keys.format, [this](auto format) {
+      are_in_place_ = call_.keys.order == KVOrder::by_unit && holds_units(format);
+    });
     scales_values_ = call_.values.scales != nullptr || call_.values.static_scale != 1.0f;
     float* scratch = work.scratch;
     const auto take = [&scratch](int64_t floats) {
@@ -176,10 +195,11 @@ class Task {
     // After the task's last span comes, probably, another task of this thread.
     const bool is_last = span + 1 == task_.end_span;
     const AttentionJob* job = is_last ? work_.next_job : &job_;
+    ahead_.stop();
     if (job != nullptr) {
       locate(*job, is_last ? work_.next_task->first_span : span + 1, *next_);
-      ahead_.start(*next_, call_.keys.head_bytes() * job->num_heads, call_.values.head_bytes() * job->num_heads,
-                   job_.num_heads, is_direct ? num_blocks(rows) : 1);
+      const int tiles = here_->end_tile() - here_->first_tile();
+      ahead_.start(*next_, call_, job->num_heads, int64_t{2 * kKeyTile} * tiles * job_.num_heads * num_blocks(rows));
     }
     for (int head = 0; head < job_.num_heads; head++) {
       load_scales(call_.keys, job_.first_head + head, key_scales_);
@@ -187,15 +207,15 @@ class Task {
       if (is_direct) {
         add_rows(head * rows, rows, true);
       } else {
-        load_keys();
+        make_keys(here_->first_tile(), here_->end_tile());
         load_values();
         for (int row = 0; row < rows; row += kRowBlock) {
           add_rows(head * rows + row, least(kRowBlock, rows - row), false);
         }
       }
-      ahead_.order_rest(head);
       if (head + 1 < job_.num_heads) here_->to_next_head(call_);
     }
+    ahead_.order_rest();
     here_->start = -1;
   }
 
@@ -206,6 +226,8 @@ class Task {
     int64_t block;
   };
 
+  static constexpr int kTiles = kKeyTile / kTileTokens;
+
   // Where the keys of a span and their values are stored, for one KV head.
   struct Span {
     int start = -1;
@@ -214,17 +236,20 @@ class Task {
     Run runs[kKeySpan];
     // Of the tiles that have such keys. Whatever else is in them does not belong to the queries' sequence, was not written,
     // or is another's by now, may be anything, and is not read: zeros are.
-    const uint8_t* keys[kKeySpan];
+    const uint8_t* keys[kKeySpan];  // unless they lie by units
     const uint8_t* values[kKeySpan];
+    const uint32_t* tiles[kKeySpan / kTileTokens];  // if they do: of as many keys
 
     int first_tile() const { return first / kKeyTile; }
     int end_tile() const { return (end + kKeyTile - 1) / kKeyTile; }
     void to_next_head(const AttentionCall& call) {
-      const int64_t key_bytes = call.keys.head_bytes(), value_bytes = call.values.head_bytes();
-      for (int i = first; i < end; i++) {
-        keys[i] += key_bytes;
-        values[i] += value_bytes;
+      const int64_t to_key = call.keys.head_stride(), to_value = call.values.head_stride();
+      if (call.keys.order == KVOrder::by_unit) {
+        for (int tile = kTiles * first_tile(); tile < kTiles * end_tile(); tile++) tiles[tile] += to_key / kTileUnit;
+      } else {
+        for (int i = first; i < end; i++) keys[i] += to_key;
       }
+      for (int i = first; i < end; i++) values[i] += to_value;
     }
   };
 
@@ -244,39 +269,84 @@ class Task {
   }
 
   // Blocks lie anywhere, where no prefetcher of a CPU finds them: while a span is computed, the lines of the next one are
-  // ordered, evenly, or memory would rest in between, and in the order in which they lie in memory, which is half as fast
-  // when each head is read by itself.
-  struct Ahead {
-    const Span* span = nullptr;
-    int64_t key_bytes = 0, value_bytes = 0;  // of all heads of the span
-    int heads = 1;           // that are computed meanwhile
-    int blocks = 1;          // of rows, each head's
-    int next = 0, end = 0;   // keys
-    int credit = 0;          // a key's worth for each block of each head
-
-    void start(const Span& of, int64_t of_key_bytes, int64_t of_value_bytes, int computed_heads, int row_blocks) {
-      span = &of;
-      key_bytes = of_key_bytes;
-      value_bytes = of_value_bytes;
-      heads = computed_heads;
-      blocks = row_blocks;
-      next = of.first;
-      end = of.end;
-      credit = 0;
+  // ordered, in the order in which they lie in memory, and evenly: memory would rest in between, and of many at once a CPU
+  // drops some. Work is counted in steps, of a key's scores or its part of a sum, for a block of rows.
+  class Ahead {
+   public:
+    void stop() { line_ = until_ = nullptr, piece_ = num_pieces_ = 0; }
+    // Some heads of a span, while so many steps are made.
+    void start(const Span& span, const AttentionCall& call, int heads, int64_t steps) {
+      stop();
+      num_pieces_ = list(span, call, heads);
+      const int64_t bytes = (call.keys.head_bytes() + call.values.head_bytes()) * heads * (span.end - span.first);
+      rate_ = bytes * 1024 / most<int64_t>(steps, 1) + 1;
+      credit_ = 0;
     }
-    LLMQ_INLINE void order(int keys) {
-      credit += keys;
-      for (; credit >= heads * blocks && next < end; next++, credit -= heads * blocks) {
-        order_lines(span->keys[next], key_bytes);
-        order_lines(span->values[next], value_bytes);
+    LLMQ_INLINE void order(int steps) { add(steps * rate_); }
+    // Of so many steps this part: a step may be less than what is done at once.
+    LLMQ_INLINE int64_t share_of(int64_t steps, int64_t part, int64_t whole) const { return rate_ * steps * part / whole; }
+    // No call in here: one would take all sums of a loop out of their registers.
+    LLMQ_INLINE void add(int64_t share) {
+      credit_ += share;
+      for (; credit_ >= 65536; credit_ -= 65536) {
+        if (line_ >= until_) {
+          if (piece_ == num_pieces_) return;
+          line_ = pieces_[piece_].from;
+          until_ = pieces_[piece_++].to;
+        }
+        asm volatile("prefetcht1 %0" : : "m"(*line_));
+        line_ += 64;
       }
     }
-    // What is left of a head's share.
-    void order_rest(int head) {
-      const int until = least(end, (head + 1) * kKeySpan / heads);
-      credit = 0;
-      if (next < until) order((until - next) * heads * blocks);
+    void order_rest() {
+      add(int64_t{1} << 40);
+      credit_ = 0;
     }
+
+   private:
+    struct Piece {
+      const char* from;
+      const char* to;
+    };
+
+    // The keys of a tile, then their values; where heads lie by token and others are between those of a token, token by
+    // token.
+    int list(const Span& span, const AttentionCall& call, int heads) {
+      int count = 0;
+      for (int next = span.first; next < span.end;) {
+        int last = least((next / kTileTokens + 1) * kTileTokens, span.end) - 1;
+        const auto is_run = [&](const KVPlane& plane, const uint8_t* const* at) {
+          return plane.order != KVOrder::by_token || at[last] - at[next] == (last - next) * plane.head_bytes() * heads;
+        };
+        if (!is_run(call.keys, span.keys) || !is_run(call.values, span.values)) last = next;
+        const bool begins_tile = next % kTileTokens == 0 || next == span.first;
+        for (const KVPlane* plane : {&call.keys, &call.values}) {
+          const uint8_t* const* at = plane == &call.keys ? span.keys : span.values;
+          const int64_t bytes = plane->head_bytes() * heads;
+          if (plane->order == KVOrder::by_token) {
+            put(at[next], at[last] + bytes, pieces_[count++]);
+          } else if (begins_tile) {
+            const uint8_t* tile = plane->order == KVOrder::by_unit
+                                      ? reinterpret_cast<const uint8_t*>(span.tiles[next / kTileTokens])
+                                      : at[next] - next % kTileTokens * plane->head_bytes();
+            put(tile, tile + kTileTokens * bytes, pieces_[count++]);
+          }
+        }
+        next = last + 1;
+      }
+      return count;
+    }
+    static void put(const uint8_t* from, const uint8_t* to, Piece& piece) {
+      piece = {reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) & ~uintptr_t{63}),
+               reinterpret_cast<const char*>(to)};
+    }
+
+    Piece pieces_[2 * kKeySpan];
+    int piece_ = 0, num_pieces_ = 0;
+    const char* line_ = nullptr;
+    const char* until_ = nullptr;
+    int64_t rate_ = 0;    // 1/65536 lines a step
+    int64_t credit_ = 0;  // likewise
   };
 
   void locate(const AttentionJob& job, int span, Span& to) const {
@@ -289,24 +359,44 @@ class Task {
     for (int i = to.end; i < to.end_tile() * kKeyTile; i++) to.keys[i] = to.values[i] = kNothing;
     const int64_t* table = batch_.block_table + job.sequence * batch_.table_stride;
     const int size = batch_.block_tokens;
-    const int64_t key_bytes = call_.keys.head_bytes() * call_.keys.num_kv_heads;
-    const int64_t value_bytes = call_.values.head_bytes() * call_.values.num_kv_heads;
     int column = (to.start + to.first) / size, offset = (to.start + to.first) % size;
     for (int i = to.first; i < to.end; offset = 0) {
       const int64_t block = table[column++];
       const int count = least(size - offset, to.end - i);
       to.runs[to.num_runs++] = {i, count, offset, block};
-      const uint8_t* key = call_.keys.head(block, offset, job.first_head);
-      const uint8_t* value = call_.values.head(block, offset, job.first_head);
-      for (int j = 0; j < count; j++) {
-        to.keys[i + j] = key + j * key_bytes;
-        to.values[i + j] = value + j * value_bytes;
+      const Run& run = to.runs[to.num_runs - 1];
+      if (call_.keys.order == KVOrder::by_unit) {
+        for (int j = i / kTileTokens * kTileTokens; j < i + count; j += kTileTokens) {
+          const uint8_t* tile = call_.keys.head(block, offset + j - i, job.first_head);
+          to.tiles[j / kTileTokens] = reinterpret_cast<const uint32_t*>(tile);
+        }
+      } else {
+        locate_heads(call_.keys, run, job.first_head, to.keys);
       }
+      locate_heads(call_.values, run, job.first_head, to.values);
       for (const KVPlane* plane : {&call_.keys, &call_.values}) {
         if (plane->scales) order_lines(plane->scale(block, offset, job.first_head), count * plane->num_kv_heads * 2);
       }
       i += count;
     }
+    if (call_.keys.order == KVOrder::by_unit && to.first < to.end) fill_tiles(to);
+  }
+  static void locate_heads(const KVPlane& plane, const Run& run, int head, const uint8_t** to) {
+    const bool in_tiles = plane.order == KVOrder::by_head;
+    const int64_t stride = plane.head_bytes() * (in_tiles ? 1 : plane.num_kv_heads);
+    for (int i = 0; i < run.count;) {
+      const int offset = run.offset + i, rest = run.count - i;
+      const int count = in_tiles ? least(rest, kTileTokens - offset % kTileTokens) : rest;
+      const uint8_t* first = plane.head(run.block, offset, head);
+      for (int j = 0; j < count; j++) to[run.first + i + j] = first + j * stride;
+      i += count;
+    }
+  }
+  // Tiles of which no key is seen are any: their scores are masked.
+  static void fill_tiles(Span& to) {
+    const int first = to.first / kTileTokens, end = (to.end + kTileTokens - 1) / kTileTokens;
+    for (int tile = kTiles * to.first_tile(); tile < first; tile++) to.tiles[tile] = to.tiles[first];
+    for (int tile = end; tile < kTiles * to.end_tile(); tile++) to.tiles[tile] = to.tiles[end - 1];
   }
 
   void load_scales(const KVPlane& plane, int kv_head, float* scales) const {
@@ -332,34 +422,58 @@ class Task {
     }
   }
   template <KVFormat kFormat> struct Format {};
+  template <KVFormat kFormat>
+  static constexpr bool holds_units(Format<kFormat>) {
+    return Units::template kTileHoldsUnits<kFormat>;
+  }
   template <KVFormat kFormat, class Body>
   LLMQ_INLINE static void with_readable(Body& body) {
-    if constexpr (Units::reads(kFormat, 32)) body(Format<kFormat>{});
+    if constexpr (Units::takes(kFormat)) body(Format<kFormat>{});
   }
 
-  // All tiles: keys_[tile, unit, key]
-  void load_keys() {
-    with_format(call_.keys.format, [this](auto format) {
-      for (int tile = here_->first_tile(); tile < here_->end_tile(); tile++) {
-        transpose_keys(format, tile, keys_ + tile * kKeyTile * units_);
+  // keys_[tile, unit, key] of tiles [first, end), unless the store's own tiles hold that.
+  void make_keys(int first, int end, bool at_start = false) {
+    if (are_in_place_) return;
+    with_format(call_.keys.format, [&](auto format) {
+      for (int tile = first; tile < end; tile++) {
+        Unit* to = keys_ + (at_start ? 0 : tile * kKeyTile * units_);
+        for (int key = 0; key < kKeyTile; key += W) {
+          spread(format, tile * kKeyTile + key, to + key);
+        }
       }
     });
   }
-
-  // [unit, key]
+  // W keys' units, kKeyTile apart.
   template <KVFormat kFormat>
-  void transpose_keys(Format<kFormat>, int tile, Unit* to, const uint8_t* const* near = nullptr) {
-    for (int key = 0; key < kKeyTile; key += W) {
-      ahead_.order(near == nullptr ? W / 4 : W / 2 * ahead_.blocks);
-      if (near != nullptr) order_near(near + key, W, call_.keys.head_bytes());
-      for (int first = 0; first < units_; first += W) {
-        const int count = least(W, units_ - first);
-        F32 rows[W];
-        const uint8_t* const* heads = here_->keys + tile * kKeyTile + key;
-        for (int i = 0; i < W; i++) rows[i] = Units::template load_keys<kFormat>(heads[i], dim_k_, first, count);
-        transpose(rows);
-        for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(to + (first + u) * kKeyTile + key));
+  void spread(Format<kFormat>, int key, Unit* to) {
+    const uint8_t* const* heads = here_->keys + key;
+    const uint8_t* plain[W];
+    if (call_.keys.order == KVOrder::by_unit) {
+      const uint32_t* column = here_->tiles[key / kTileTokens] + key % kTileTokens;
+      if constexpr (Units::template kSpreads<kFormat>) return Units::template spread_keys<kFormat>(column, dim_k_, to);
+      gather_keys(column, plain);
+      heads = plain;
+    }
+    for (int first = 0; first < units_; first += W) {
+      const int count = least(W, units_ - first);
+      F32 rows[W];
+      for (int i = 0; i < W; i++) rows[i] = Units::template load_key<kFormat>(heads[i], dim_k_, first, count);
+      transpose(rows);
+      for (int u = 0; u < count; u++) rows[u].store(reinterpret_cast<float*>(to + (first + u) * kKeyTile));
+    }
+  }
+  // W heads by themselves out of a tile.
+  void gather_keys(const uint32_t* column, const uint8_t* (&plain)[W]) {
+    const int units = static_cast<int>(call_.keys.head_bytes() / kTileUnit);
+    for (int i = 0; i < W; i++) plain[i] = reinterpret_cast<const uint8_t*>(plain_[i]);
+    for (int first = 0; first < units; first += W) {
+      const int count = least(W, units - first);
+      F32 rows[W];
+      for (int u = 0; u < W; u++) {
+        rows[u] = u < count ? F32::load(reinterpret_cast<const float*>(column + (first + u) * kTileTokens)) : F32::zero();
       }
+      transpose(rows);
+      for (int i = 0; i < W; i++) rows[i].store(plain_[i] + first, count);
     }
   }
 
@@ -371,7 +485,6 @@ class Task {
   void join_values(Format<kFormat>) {
     constexpr int kAtOnce = Units::kColumnsOfValues / W;
     for (int key = here_->first_tile() * kKeyTile; key < here_->end_tile() * kKeyTile; key += Units::kDepth) {
-      if (key % 16 == 0) ahead_.order(2);
       Unit* to = values_ + key / Units::kDepth * stride_v_;
       for (int column = 0; column < stride_v_; column += Units::kColumnsOfValues) {
         typename Units::Vector joined[kAtOnce];
@@ -394,13 +507,9 @@ class Task {
     const int first_tile = first / kKeyTile, end_tile = (end + kKeyTile - 1) / kKeyTile;
     const Unit* queries[kDirectRows];
     for (int r = 0; r < count; r++) queries[r] = query_units(row + r);
-    if (is_direct) {
-      with_format(call_.keys.format, [&](auto format) { score_directly(format, queries, row, count, first_tile, end_tile); });
-    } else {
-      for (int tile = first_tile; tile < end_tile; tile++) {
-        ahead_.order(kKeyTile / 4);
-        score_tile(queries, row, count, keys_ + tile * kKeyTile * units_, tile);
-      }
+    for (int tile = first_tile; tile < end_tile; tile++) {
+      if (is_direct) make_keys(tile, tile + 1, true);
+      score_tile(queries, row, count, tile, is_direct);
     }
     weigh_and_mix(row, count, first_tile * kKeyTile, end_tile * kKeyTile, is_direct);
   }
@@ -425,20 +534,45 @@ class Task {
     }
   }
 
-  // Scores of a tile's keys, of which `keys` has the units.
-  void score_tile(const Unit* const* queries, int row, int count, const Unit* keys, int tile) {
+  // Scores of a tile's keys.
+  void score_tile(const Unit* const* queries, int row, int count, int tile, bool is_direct) {
+    // Where the units of the first W keys lie, of the next W, …
+    const Unit* columns[kKeyTile / W];
+    const Unit* made = keys_ + (is_direct ? 0 : tile * kKeyTile * units_);
+    for (int c = 0; c < kKeyTile / W; c++) {
+      const int key = tile * kKeyTile + c * W;
+      columns[c] = are_in_place_ ? reinterpret_cast<const Unit*>(here_->tiles[key / kTileTokens]) + key % kTileTokens
+                                 : made + c * W;
+    }
+    const int stride = are_in_place_ ? kTileTokens : kKeyTile;
     for_blocks(count, [&](int first, auto rows) {
-      score_block(rows, queries + first, row + first, keys, tile, scores_of(first));
+      score_block(rows, queries + first, row + first, columns, stride, tile, scores_of(first));
     });
   }
   template <int R>
-  void score_block(Rows<R>, const Unit* const* a, int row, const Unit* keys, int tile, float* scores) {
-    for (int column = 0; column < kKeyTile; column += kColumns * W) {
+  void score_block(Rows<R>, const Unit* const* a, int row, const Unit* const* columns, int stride, int tile,
+                   float* scores) {
+    constexpr int kColumnsOfTile = kKeyTile / W, kUnitsAtOnce = W == 16 ? 4 : 16;
+    const int parts = Units::kTerms * (kColumnsOfTile / kColumns) * ((units_ + kUnitsAtOnce - 1) / kUnitsAtOnce);
+    const int part = (kKeyTile + parts - 1) / parts;
+    for (int column = 0; column < kColumnsOfTile; column += kColumns) {
+      const Unit* const* from = columns + column;
       Sum sums[R][kColumns] = {};
-      add_products<Units, typename Units::Scores, R, kColumns>(a, stride_q_, keys + column, kKeyTile, units_, sums);
+      for_terms<Units>(sums, [&](int term) LLMQ_UNROLLED {
+        for (int u = 0; u < units_;) {
+          ahead_.order(part);
+          const int end = least(u + kUnitsAtOnce, units_);
+#pragma GCC unroll 1
+          for (; u < end; u++) {
+            typename Units::Vector keys[kColumns];
+            unrolled<kColumns>([&](int c) LLMQ_UNROLLED { keys[c] = Units::load_keys(from[c] + u * stride); });
+            add_unit<Units, typename Units::Scores>(a, term * stride_q_ + u, keys, sums);
+          }
+        }
+      });
       unrolled<R>([&](int r) LLMQ_UNROLLED {
         unrolled<kColumns>([&](int c) LLMQ_UNROLLED {
-          store_score(sums[r][c], row + r, tile * kKeyTile + column + c * W, scores + r * kKeySpan);
+          store_score(sums[r][c], row + r, tile * kKeyTile + (column + c) * W, scores + r * kKeySpan);
         });
       });
     }
@@ -449,62 +583,9 @@ class Task {
   // Of the first-th row that is added.
   float* scores_of(int first) { return scores_ + first * kKeySpan; }
 
-  // From the store into sums, which are the same.
-  template <KVFormat kFormat>
-  void score_directly(Format<kFormat> format, const Unit* const* queries, int row, int count, int first_tile, int end_tile) {
-    if constexpr (Units::kSumsExactly) {
-      // Another block would transpose the keys again.
-      if (Units::kSumsAcross || num_blocks(count) == 1) {
-        for_blocks(count, [&](int first, auto rows) {
-          score_in_registers(format, rows, queries + first, row + first, first_tile, end_tile, scores_of(first));
-        });
-        return;
-      }
-    }
-    for (int tile = first_tile; tile < end_tile; tile++) {
-      const uint8_t* const* near =
-          tile + 1 < end_tile ? here_->keys + (tile + 1) * kKeyTile : here_->values + first_tile * kKeyTile;
-      transpose_keys(format, tile, keys_, near);
-      score_tile(queries, row, count, keys_, tile);
-    }
-  }
-  template <KVFormat kFormat, int R>
-  void score_in_registers(Format<kFormat>, Rows<R>, const Unit* const* a, int row, int first_tile, int end_tile,
-                          float* scores) {
-    for (int key = first_tile * kKeyTile; key < end_tile * kKeyTile; key += W) {
-      ahead_.order(W / 2);
-      if constexpr (Units::kSumsAcross) {
-        Sum sums[R];
-        Units::template score_keys<kFormat>(a, here_->keys + key, dim_k_, sums);
-        unrolled<R>([&](int r) LLMQ_UNROLLED { store_score(sums[r], row + r, key, scores + r * kKeySpan); });
-      } else {
-        Sum sums[R][Units::kTerms] = {};
-        for (int first = 0; first < units_; first += W) {
-          F32 rows[W];
-          for (int i = 0; i < W; i++) {
-            rows[i] = Units::template load_keys<kFormat>(here_->keys[key + i], dim_k_, first, units_ - first);
-          }
-          transpose(rows);
-          unrolled<W>([&](int u) LLMQ_UNROLLED {
-            unrolled<R>([&](int r) LLMQ_UNROLLED {
-              unrolled<Units::kTerms>([&](int term) LLMQ_UNROLLED {
-                sums[r][term] = Units::Scores::add(sums[r][term], a[r] + term * stride_q_ + first + u,
-                                                   Units::vector(rows[u]));
-              });
-            });
-          });
-        }
-        unrolled<R>([&](int r) LLMQ_UNROLLED {
-          store_score(Units::total(sums[r]), row + r, key, scores + r * kKeySpan);
-        });
-      }
-    }
-  }
-
   void weigh_and_mix(int row, int count, int first, int end, bool is_direct) {
     float factor[kDirectRows];
     for (int r = 0; r < count; r++) {
-      ahead_.order(kKeyTile / 8);
       weigh(row + r, first, end, scores_of(r));
       factor[r] = Units::store_weights(scores_of(r), first, end, weights_ + r * kWeightUnits);
     }
@@ -567,7 +648,7 @@ class Task {
 
   template <int R, int C>
   void mix(const Unit* const* a, const Unit* values, int units, int row, int column, const float* factor) {
-    ahead_.order(units * Units::kDepth / 4);
+    ahead_.order(units * Units::kDepth * C * W / static_cast<int>(stride_v_));
     Sum sums[R][C] = {};
     add_products<Units, typename Units::Mixture, R, C>(a, kKeySpan / Units::kDepth, values, stride_v_, units, sums);
     float* mixed = span_.mixed + row * stride_v_ + column;
@@ -601,16 +682,17 @@ class Task {
                                const float* factor) {
     constexpr int kUnits = kKeySpan / Units::kDepth;
     constexpr int kJoined = W == 16 ? C : least(C, 2);  // at once, as registers allow
-    const int share = 8 * C * W / static_cast<int>(stride_v_);
+    constexpr int kKeys = W == 16 ? 4 : 16;  // between two orders
+    const int64_t share = ahead_.share_of(kKeys, C * W, stride_v_);
     const int64_t value_bytes = call_.values.head_bytes();
     Sum sums[R][C][Units::kTerms] = {};
     const uint8_t* const* heads = here_->values + first;
     const Unit* weight = weights + first / Units::kDepth;
     for (const uint8_t* const* last = here_->values + end; heads < last;) {
-      ahead_.order(share);
-      if (!Units::kSumsExactly && column == 0 && heads + kKeyTile < last) order_near(heads + kKeyTile, 16, value_bytes);
+      ahead_.add(share);
+      if (!Units::kSumsExactly && column == 0 && heads + kKeyTile < last) order_near(heads + kKeyTile, kKeys, value_bytes);
 #pragma GCC unroll 1
-      for (int i = 0; i < 16; i += Units::kDepth, heads += Units::kDepth, weight++) {
+      for (int i = 0; i < kKeys; i += Units::kDepth, heads += Units::kDepth, weight++) {
         unrolled<C / kJoined>([&](int part) LLMQ_UNROLLED {
           typename Units::Vector values[kJoined];
           Units::template join_values<kFormat>(heads, dim_v_, column + part * kJoined * W, values);
@@ -684,6 +766,8 @@ class Task {
   Ahead ahead_;
   float factor_;  // of scores
   bool scales_values_;
+  bool are_in_place_;  // the keys' units: in the store
+  alignas(64) float plain_[W][kMostHeadDim];
   Unit* keys_;
   Unit* values_;
   float* key_scales_;
@@ -701,8 +785,9 @@ class Task {
 // Whether units are for both planes of a call, whose queries are not float32's.
 template <class Units>
 bool suit(const AttentionCall& call) {
-  return !call.is_float32 && Units::reads(call.keys.format, call.keys.head_dim) &&
-         Units::reads(call.values.format, call.values.head_dim);
+  const auto reads = [](const KVPlane& plane) { return Units::takes(plane.format) && Units::suits(plane.head_dim); };
+  const bool reads_keys = Units::kReadsPlainKeys || call.keys.order == KVOrder::by_unit;
+  return !call.is_float32 && reads_keys && reads(call.keys) && reads(call.values);
 }
 
 }  // namespace

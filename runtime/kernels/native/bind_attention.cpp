@@ -16,17 +16,23 @@ void bind_attention(nb::module_& module) {
       .value("int8", KVFormat::int8)
       .value("fp8", KVFormat::fp8)
       .value("int4", KVFormat::int4);
+  nb::enum_<KVOrder>(module, "KVOrder")
+      .value("by_token", KVOrder::by_token)
+      .value("by_head", KVOrder::by_head)
+      .value("by_unit", KVOrder::by_unit);
   module.attr("MOST_HEAD_DIM") = kMostHeadDim;
+  module.attr("TILE_TOKENS") = kTileTokens;
 
   nb::class_<KVPlane>(module, "KVPlane", "K or V of one layer in the blocks of a KVStore; borrows its memory.")
       .def(
           "__init__",
           [](KVPlane* self, uintptr_t payload, uintptr_t scales, int64_t block_stride, float static_scale,
-             int num_kv_heads, int head_dim, KVFormat format) {
+             int num_kv_heads, int head_dim, KVFormat format, KVOrder order) {
             new (self) KVPlane{pointer<uint8_t>(payload), pointer<uint16_t>(scales), block_stride, static_scale,
-                               num_kv_heads, head_dim, format};
+                               num_kv_heads, head_dim, format, order};
           },
-          "payload"_a, "scales"_a, "block_stride"_a, "static_scale"_a, "num_kv_heads"_a, "head_dim"_a, "format"_a)
+          "payload"_a, "scales"_a, "block_stride"_a, "static_scale"_a, "num_kv_heads"_a, "head_dim"_a, "format"_a,
+          "order"_a)
       .def_ro("num_kv_heads", &KVPlane::num_kv_heads)
       .def_ro("head_dim", &KVPlane::head_dim)
       .def(

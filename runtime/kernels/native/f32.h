@@ -71,6 +71,11 @@ struct F32 {
 
   static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1); }
   static F32 widened(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
+  // Of pairs of bfloat16 in the lanes.
+  F32 lower_bf16() const { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16))}; }
+  F32 upper_bf16() const {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(~0xffff)))};
+  }
   __m256i narrowed() const {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -162,6 +167,11 @@ struct F32 {
     memcpy(p, copy, static_cast<size_t>(n) * 2);
   }
   static F32 widened(__m128i x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16))}; }
+  // Of pairs of bfloat16 in the lanes.
+  F32 lower_bf16() const { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16))}; }
+  F32 upper_bf16() const {
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(~0xffff)))};
+  }
   __m128i narrowed() const {
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -112,7 +112,9 @@ class StridedLoad {
 #endif
 };
 
-// A unit is what one lane multiplies at a time: a float, two bfloat16 or four bytes, whose products a lane adds.
+// A unit is what one lane multiplies at a time: a float, two bfloat16 or four bytes, whose products a lane adds. Of a plane
+// in tiles a vector of units of as many keys is read at once, where kTileHoldsUnits as it is multiplied, else by
+// spread_keys.
 struct FloatUnits {
   using Unit = float;
   using Vector = F32;
@@ -122,8 +124,11 @@ struct FloatUnits {
   static constexpr int kColumnsOfValues = F32::kWidth;  // numbers of V's heads are padded to a multiple of them
   static constexpr bool kTakesQueries = false;  // as they lie in the caller's memory
   static constexpr bool kSumsExactly = false;   // in any order
-  static constexpr bool kSumsAcross = false;    // of a key, and then its lanes: see WordUnits
-  static constexpr bool reads(KVFormat, int) { return true; }
+  static constexpr bool kReadsPlainKeys = true;  // those that are not in tiles
+  static constexpr bool takes(KVFormat) { return true; }
+  static bool suits(int) { return true; }  // a head of so many numbers
+  template <KVFormat kFormat> static constexpr bool kTileHoldsUnits = kFormat == KVFormat::fp32;
+  template <KVFormat kFormat> static constexpr bool kSpreads = kFormat == KVFormat::bf16;
 
   struct Scores {
     static F32 add(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
@@ -133,6 +138,7 @@ struct FloatUnits {
   static F32 total(const F32 (&terms)[kTerms]) { return terms[0]; }
   static F32 all(const float* a) { return F32::all(*a); }
   static F32 load(const float* b) { return F32::load(b); }
+  static F32 load_keys(const float* b) { return F32::load(b); }
   static F32 score(F32 sum, int32_t) { return sum; }
   static F32 mixed(F32 sum, float) { return sum; }
   static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
@@ -149,9 +155,18 @@ struct FloatUnits {
     for (int key = first; key < end; key += F32::kWidth) F32::load(weights + key).store(to + key);
     return 1.0f;
   }
-  // Units [first, first + count) of a head; 0 beyond them.
+  // W keys of a tile, from `column` on: each unit's, kKeyTile apart.
   template <KVFormat kFormat>
-  static F32 load_keys(const uint8_t* head, int head_dim, int first, int count) {
+  static void spread_keys(const uint32_t* column, int head_dim, float* to) {
+    for (int u = 0; u < head_dim / 2; u++, column += kTileTokens, to += 2 * kKeyTile) {
+      const F32 pairs = F32::load(reinterpret_cast<const float*>(column));
+      pairs.lower_bf16().store(to);
+      pairs.upper_bf16().store(to + kKeyTile);
+    }
+  }
+  // Units [first, first + count) of a head that lies by itself; 0 beyond them.
+  template <KVFormat kFormat>
+  static F32 load_key(const uint8_t* head, int head_dim, int first, int count) {
     return load_stored<kFormat>(head, head_dim, first, count);
   }
   // A unit for each number of a head from the d-th on, of kDepth keys; anything beyond head_dim.
@@ -182,17 +197,16 @@ struct ByteUnits {
   static constexpr int kColumnsOfValues = 64;
   static constexpr bool kTakesQueries = false;
   static constexpr bool kSumsExactly = true;
-  static constexpr bool kSumsAcross = false;
-  static constexpr bool reads(KVFormat format, int) { return format == KVFormat::int8 || format == KVFormat::int4; }
+  static constexpr bool kReadsPlainKeys = true;
+  static constexpr bool takes(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::int4; }
+  static bool suits(int) { return true; }
+  template <KVFormat kFormat> static constexpr bool kTileHoldsUnits = kFormat == KVFormat::int8;
+  template <KVFormat kFormat> static constexpr bool kSpreads = kFormat == KVFormat::int4;
 
-  // VNNI multiplies unsigned by signed bytes: keys are stored with 128 added, which `score` takes away again, and weights
-  // have no sign. A sum of kMostHeadDim products of 8 and 16 bits, or of a span's keys, stays below 2^31.
+  // VNNI multiplies unsigned by signed bytes: 128 is added to keys, which `score` takes away again, and weights have no
+  // sign. A sum of kMostHeadDim products of 8 and 16 bits, or of a span's keys, stays below 2^31.
   struct Scores {
     static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, b, a); }
-    static Sum add(Sum sum, const uint32_t* a, Vector b) {
-      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(b.v), "m"(*a));
-      return sum;
-    }
   };
   struct Mixture {
     static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, a, b); }
@@ -200,8 +214,8 @@ struct ByteUnits {
   static Sum next_term(Sum sum) { return {_mm512_slli_epi32(sum.v, 8)}; }
   static Sum total(const Sum (&terms)[kTerms]) { return {_mm512_add_epi32(next_term(terms[0]).v, terms[1].v)}; }
   static Vector all(const uint32_t* a) { return {_mm512_set1_epi32(static_cast<int>(*a))}; }
-  static Vector vector(F32 units) { return {_mm512_castps_si512(units.v)}; }
   static Vector load(const uint32_t* b) { return {_mm512_loadu_si512(b)}; }
+  static Vector load_keys(const uint32_t* b) { return {_mm512_xor_si512(load(b).v, _mm512_set1_epi8(-128))}; }
   static F32 score(Sum sum, int32_t offset) {
     return {_mm512_cvtepi32_ps(_mm512_sub_epi32(sum.v, _mm512_set1_epi32(offset)))};
   }
@@ -267,8 +281,18 @@ struct ByteUnits {
   }
 
   template <KVFormat kFormat>
-  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
-    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kFormat>(head, head_dim, 4 * first), _mm512_set1_epi8(-128)))};
+  static void spread_keys(const uint32_t* column, int head_dim, uint32_t* to) {
+    const __m512i nibble = _mm512_set1_epi8(15), zero = _mm512_set1_epi8(8);
+    const int half = head_dim / 8;  // units
+    for (int u = 0; u < half; u++, column += kTileTokens, to += kKeyTile) {
+      const __m512i codes = load(column).v, high = _mm512_srli_epi16(codes, 4);
+      _mm512_storeu_si512(to, _mm512_sub_epi8(_mm512_and_si512(codes, nibble), zero));
+      _mm512_storeu_si512(to + half * kKeyTile, _mm512_sub_epi8(_mm512_and_si512(high, nibble), zero));
+    }
+  }
+  template <KVFormat kFormat>
+  LLMQ_INLINE static F32 load_key(const uint8_t* head, int head_dim, int first, int) {
+    return {_mm512_castsi512_ps(load_bytes<kFormat>(head, head_dim, 4 * first))};
   }
   // Of the four vectors of 64 numbers, all or two.
   template <KVFormat kFormat, int C>
@@ -323,7 +347,8 @@ struct ByteUnits {
 #else
 
 // Two words of 16 bits. K and V stay the integers that are stored; queries and weights, each row with a scale of its own,
-// become integers of 16 bits. Sums are exact, as ByteUnits' are.
+// become integers of 16 bits. Sums are exact, as ByteUnits' are. Of four numbers of a key the first and the third make a
+// unit, and the others the next one: a tile's bytes become words with three instructions.
 struct WordUnits {
   using Unit = uint32_t;
   struct Vector {
@@ -337,11 +362,11 @@ struct WordUnits {
   static constexpr int kColumnsOfValues = 16;
   static constexpr bool kTakesQueries = false;
   static constexpr bool kSumsExactly = true;
-  static constexpr bool kSumsAcross = true;
-  // Heads of whole vectors of 16 numbers; int4 has two halves of them.
-  static constexpr bool reads(KVFormat format, int head_dim) {
-    return (format == KVFormat::int8 && head_dim % 16 == 0) || (format == KVFormat::int4 && head_dim % 32 == 0);
-  }
+  static constexpr bool kReadsPlainKeys = false;
+  static constexpr bool takes(KVFormat format) { return format == KVFormat::int8 || format == KVFormat::int4; }
+  static bool suits(int head_dim) { return head_dim % 32 == 0; }  // whole vectors, of int4 in both halves
+  template <KVFormat> static constexpr bool kTileHoldsUnits = false;
+  template <KVFormat> static constexpr bool kSpreads = true;
 
   struct Scores {
     static Sum add(Sum sum, Vector a, Vector b) {
@@ -355,6 +380,7 @@ struct WordUnits {
   static Sum total(const Sum (&terms)[kTerms]) { return terms[0]; }
   static Vector all(const uint32_t* a) { return {_mm256_set1_epi32(static_cast<int>(*a))}; }
   static Vector load(const uint32_t* b) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b))}; }
+  static Vector load_keys(const uint32_t* b) { return load(b); }
   static F32 score(Sum sum, int32_t) { return {_mm256_cvtepi32_ps(sum.v)}; }
   static F32 mixed(Sum sum, float factor) { return F32{_mm256_cvtepi32_ps(sum.v)} * F32::all(factor); }
   // join_values leaves the first and the third four of 16 numbers in one vector, the others in the next.
@@ -383,8 +409,9 @@ struct WordUnits {
       const F32 scaled = F32::load(query + d) * inverse;
       const __m256i whole = _mm256_and_si256(_mm256_cvtps_epi32(scaled.v),
                                              _mm256_castps_si256(_mm256_cmp_ps(scaled.v, scaled.v, _CMP_ORD_Q)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d / 2),
-                       _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+      const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+      const __m128i in_units = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d / 2), _mm_shuffle_epi8(words, in_units));
     }
   }
 
@@ -404,8 +431,32 @@ struct WordUnits {
   }
 
   template <KVFormat kFormat>
-  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int head_dim, int first, int) {
-    return {_mm256_castsi256_ps(load_words<kFormat>(head, head_dim, 2 * first))};
+  static void spread_keys(const uint32_t* column, int head_dim, uint32_t* to) {
+    const auto put = [](uint32_t* at, __m256i words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), words); };
+    if constexpr (kFormat == KVFormat::int8) {
+      for (int u = 0; u < head_dim / 4; u++, column += kTileTokens, to += 2 * kKeyTile) {
+        const __m256i bytes = load(column).v;
+        put(to, _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8));
+        put(to + kKeyTile, _mm256_srai_epi16(bytes, 8));
+      }
+    }
+    if constexpr (kFormat == KVFormat::int4) {
+      const __m256i nibble = _mm256_set1_epi16(15), zero = _mm256_set1_epi16(8);
+      const int half = head_dim / 4;  // units
+      for (int u = 0; u < head_dim / 8; u++, column += kTileTokens, to += 2 * kKeyTile) {
+        const __m256i codes = load(column).v;
+        const auto numbers = [&](__m256i v) { return _mm256_sub_epi16(_mm256_and_si256(v, nibble), zero); };
+        put(to, numbers(codes));
+        put(to + kKeyTile, numbers(_mm256_srli_epi16(codes, 8)));
+        put(to + half * kKeyTile, numbers(_mm256_srli_epi16(codes, 4)));
+        put(to + (half + 1) * kKeyTile, numbers(_mm256_srli_epi16(codes, 12)));
+      }
+    }
+  }
+  // Not of heads that lie by themselves: see `reads`.
+  template <KVFormat kFormat>
+  LLMQ_INLINE static F32 load_key(const uint8_t*, int, int, int) {
+    return F32::zero();
   }
   template <KVFormat kFormat, int C>
   LLMQ_INLINE static void join_values(const uint8_t* const* heads, int head_dim, int d, Vector (&joined)[C]) {
@@ -418,50 +469,6 @@ struct WordUnits {
     });
   }
   static void store(Vector vector, uint32_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), vector.v); }
-
-  // sums[r] lane i = a[r] · heads[i]. Lanes of a key's sum are added up at last: for few rows that is less than to transpose
-  // the keys.
-  template <KVFormat kFormat, int R>
-  LLMQ_INLINE static void score_keys(const uint32_t* const* a, const uint8_t* const* heads, int head_dim, Sum (&sums)[R]) {
-    __m256i fours[2][R];
-    unrolled<2>([&](int four) LLMQ_UNROLLED {
-      __m256i pairs[2][R];
-      unrolled<2>([&](int pair) LLMQ_UNROLLED {
-        const uint8_t* const* two = heads + 4 * four + 2 * pair;
-        Sum one[R], other[R];
-        int d = 0;
-        const auto add_sixteen = [&](bool is_first) LLMQ_UNROLLED {
-          const Vector keys[2] = {{load_words<kFormat>(two[0], head_dim, d)}, {load_words<kFormat>(two[1], head_dim, d)}};
-          unrolled<R>([&](int r) LLMQ_UNROLLED {
-            Vector query = load(a[r] + d / 2);
-            asm("" : "+x"(query.v));  // loaded once
-            one[r] = is_first ? Sum{_mm256_madd_epi16(query.v, keys[0].v)} : Scores::add(one[r], query, keys[0]);
-            other[r] = is_first ? Sum{_mm256_madd_epi16(query.v, keys[1].v)} : Scores::add(other[r], query, keys[1]);
-          });
-          d += 16;
-        };
-        add_sixteen(true);
-        if (head_dim % 64 == 0) {
-          unrolled<3>([&](int) LLMQ_UNROLLED { add_sixteen(false); });
-          while (d < head_dim) unrolled<4>([&](int) LLMQ_UNROLLED { add_sixteen(false); });
-        } else {
-          while (d < head_dim) add_sixteen(false);
-        }
-        unrolled<R>([&](int r) LLMQ_UNROLLED {
-          pairs[pair][r] =
-              _mm256_add_epi32(_mm256_unpacklo_epi32(one[r].v, other[r].v), _mm256_unpackhi_epi32(one[r].v, other[r].v));
-        });
-      });
-      unrolled<R>([&](int r) LLMQ_UNROLLED {
-        fours[four][r] = _mm256_add_epi32(_mm256_unpacklo_epi64(pairs[0][r], pairs[1][r]),
-                                          _mm256_unpackhi_epi64(pairs[0][r], pairs[1][r]));
-      });
-    });
-    unrolled<R>([&](int r) LLMQ_UNROLLED {
-      sums[r].v = _mm256_add_epi32(_mm256_permute2x128_si256(fours[0][r], fours[1][r], 0x20),
-                                   _mm256_permute2x128_si256(fours[0][r], fours[1][r], 0x31));
-    });
-  }
 
  private:
   // Numbers [d, d + 16) of a head.
@@ -516,10 +523,11 @@ struct PairUnits {
   static constexpr int kColumnsOfValues = 2 * F32::kWidth;
   static constexpr bool kTakesQueries = true;
   static constexpr bool kSumsExactly = false;
-  static constexpr bool kSumsAcross = false;
-  static constexpr bool reads(KVFormat format, int head_dim) {
-    return (format == KVFormat::bf16 || format == KVFormat::fp8) && head_dim % 2 == 0;
-  }
+  static constexpr bool kReadsPlainKeys = true;
+  static constexpr bool takes(KVFormat format) { return format == KVFormat::bf16 || format == KVFormat::fp8; }
+  static bool suits(int head_dim) { return head_dim % 2 == 0; }
+  template <KVFormat kFormat> static constexpr bool kTileHoldsUnits = kFormat == KVFormat::bf16;
+  template <KVFormat kFormat> static constexpr bool kSpreads = kFormat == KVFormat::fp8;
 
   struct Scores {
     static F32 add(F32 sum, F32 a, F32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
@@ -529,6 +537,7 @@ struct PairUnits {
   static F32 total(const F32 (&terms)[kTerms]) { return terms[0]; }
   static F32 all(const uint32_t* a) { return {_mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(*a)))}; }
   static F32 load(const uint32_t* b) { return {_mm512_castsi512_ps(_mm512_loadu_si512(b))}; }
+  static F32 load_keys(const uint32_t* b) { return load(b); }
   static F32 score(F32 sum, int32_t) { return sum; }
   static F32 mixed(F32 sum, float) { return sum; }
   static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
@@ -541,7 +550,18 @@ struct PairUnits {
   }
 
   template <KVFormat kFormat>
-  LLMQ_INLINE static F32 load_keys(const uint8_t* head, int, int first, int count) {
+  static void spread_keys(const uint32_t* column, int head_dim, uint32_t* to) {
+    for (int u = 0; u < head_dim / 4; u++, column += kTileTokens, to += 2 * kKeyTile) {
+      const __m512i codes = _mm512_loadu_si512(column), low = kLowOfMagnitude[codes], high = high_bytes(codes);
+      // Four bf16 of two keys in each 128 bits, and of the other two.
+      const __m512 some = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
+      const __m512 others = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+      _mm512_storeu_ps(to, _mm512_shuffle_ps(some, others, 0x88));
+      _mm512_storeu_ps(to + kKeyTile, _mm512_shuffle_ps(some, others, 0xdd));
+    }
+  }
+  template <KVFormat kFormat>
+  LLMQ_INLINE static F32 load_key(const uint8_t* head, int, int first, int count) {
     if constexpr (kFormat == KVFormat::bf16) {
       const uint32_t* from = reinterpret_cast<const uint32_t*>(head) + first;
       return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(F32::mask(count), from))};
@@ -560,8 +580,8 @@ struct PairUnits {
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int c = 0; c < C; c += 2, d += 32) {
       const int count = least(16, (head_dim - d) / 2);
-      const __m512i a = _mm512_castps_si512(load_keys<kFormat>(heads[0], head_dim, d / 2, count).v);
-      const __m512i b = _mm512_castps_si512(load_keys<kFormat>(heads[1], head_dim, d / 2, count).v);
+      const __m512i a = _mm512_castps_si512(load_key<kFormat>(heads[0], head_dim, d / 2, count).v);
+      const __m512i b = _mm512_castps_si512(load_key<kFormat>(heads[1], head_dim, d / 2, count).v);
       joined[c] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b))};
       joined[c + 1] = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b))};
     }
@@ -573,8 +593,10 @@ struct PairUnits {
     // Eight of them in each lane, for unpacking. A look-up does not see the sign.
     const __m512i spread = _mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3);
     const __m512i codes = _mm512_permutexvar_epi64(spread, _mm512_castsi256_si512(e4m3));
-    const __m512i high = _mm512_ternarylogic_epi32(kHighOfMagnitude[codes], codes, _mm512_set1_epi8(-128), 0xf8);  // a | b & c
-    return _mm512_unpacklo_epi8(kLowOfMagnitude[codes], high);
+    return _mm512_unpacklo_epi8(kLowOfMagnitude[codes], high_bytes(codes));
+  }
+  static __m512i high_bytes(__m512i codes) {
+    return _mm512_ternarylogic_epi32(kHighOfMagnitude[codes], codes, _mm512_set1_epi8(-128), 0xf8);  // a | b & c
   }
   static __m512i lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 };

@@ -104,11 +104,21 @@ void activate_rows(const ActivateCall& call, int64_t begin, int64_t end) {
 class HeadWriter {
  public:
   HeadWriter(const KVPlane& plane, int64_t block, int64_t offset, int head)
-      : plane_(plane), to_(plane.head(block, offset, head)),
+      : plane_(plane), to_(plane.order == KVOrder::by_unit ? plain_ : plane.head(block, offset, head)),
+        units_(plane.order == KVOrder::by_unit ? plane.head(block, offset, head) : nullptr),
         scale_(plane.scales ? plane.scale(block, offset, head) : nullptr) {}
 
   template <class T>
-  void write(const T* x) const {
+  void write(const T* x) {
+    write_plain(x);
+    if (units_ == nullptr) return;
+    const int64_t bytes = plane_.head_bytes();
+    for (int64_t at = 0; at < bytes; at += kTileUnit) memcpy(units_ + at * kTileTokens, plain_ + at, kTileUnit);
+  }
+
+ private:
+  template <class T>
+  void write_plain(const T* x) const {
     switch (plane_.format) {
       case KVFormat::fp32:
         return each(x, [&](F32 v, int64_t i, int n) { v.store(reinterpret_cast<float*>(to_) + i, n); });
@@ -128,7 +138,6 @@ class HeadWriter {
     }
   }
 
- private:
   template <class T, class F>
   void each(const T* x, F&& f) const {
     for_vectors(plane_.head_dim, [&](int64_t i, int n) { f(F32::load(x + i, n), i, n); });
@@ -191,7 +200,9 @@ class HeadWriter {
   }
 
   const KVPlane& plane_;
-  uint8_t* to_;
+  alignas(64) uint8_t plain_[4 * kMostHeadDim];
+  uint8_t* to_;     // a head as it is, number by number
+  uint8_t* units_;  // where it goes if that is unit by unit
   uint16_t* scale_;
 };
 
@@ -283,7 +294,7 @@ void write_kv(const KVPlane& plane, const void* x, bool is_float32, int64_t stri
               const int64_t* slot_offset, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
     for (int head = 0; head < plane.num_kv_heads; head++) {
-      const HeadWriter writer(plane, slot_block[row], slot_offset[row], head);
+      HeadWriter writer(plane, slot_block[row], slot_offset[row], head);
       const int64_t at = row * stride + int64_t{head} * plane.head_dim;
       is_float32 ? writer.write(static_cast<const float*>(x) + at) : writer.write(static_cast<const bf16*>(x) + at);
     }

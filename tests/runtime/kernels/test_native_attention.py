@@ -31,20 +31,26 @@ def own_instruction_set():
     native.set_num_threads(threads)
 
 
-def make_store(lengths, kv_heads, head_dim, window, block_tokens, kv_dtype, static, seed):
+def make_store(lengths, kv_heads, head_dim, window, block_tokens, kv_dtype, static, seed, in_tiles=True):
     """A store of poison, and a block table of shuffled blocks for sequences of these lengths."""
     scale_bytes = 0 if static or KV_DTYPES[kv_dtype].bits > 8 else DYNAMIC_SCALE_BYTES
     dtype = KVDtype(kv_dtype, KV_DTYPES[kv_dtype].bits, scale_bytes)
     spec = KVCacheSpec(kv_heads, head_dim, head_dim, dtype, window)
     layout = KVCacheLayout((KVCacheGroup(spec, (0, 1), block_tokens),))
     sizes = [-(-length // block_tokens) for length in lengths]
-    store = KVStore(layout, sum(sizes) + 3, torch.device("cpu"), SCALES if static else None)
+    store = KVStore(layout, sum(sizes) + 3, torch.device("cpu"), SCALES if static else None, in_tiles=in_tiles)
     store._blocks.fill_(255)  # NaN in every float format
     order = torch.randperm(sum(sizes) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     table = torch.full((len(lengths), max(sizes)), order.pop())  # padding: a block of nothing but poison
     for row, size in enumerate(sizes):
         table[row, :size] = torch.tensor([order.pop() for _ in range(size)])
     return store, table
+
+
+def stored_at(store, slots):
+    """K and V of layer 1 as they are stored: [n, kv_heads, dim] each."""
+    index = torch.arange(len(slots.block))
+    return [part.read(slots.block, torch.float32)[index, slots.offset] for part in store.parts(1)]
 
 
 def slots_of(table_row, positions, block_tokens):
@@ -74,7 +80,8 @@ def defined(queries, keys, values, before, window, scale, softcap):
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3), (8, 1), (14, 2), (16, 1), (17, 1), (32, 8)]),
     head_dim=st.sampled_from([8, 12, 64, 80, 128, 192]),
     window=st.sampled_from([None, None, 1, 7, 64, 300]),
-    block_tokens=st.sampled_from([1, 4, 16, 24]),
+    block_tokens=st.sampled_from([1, 4, 16, 24, 32]),
+    in_tiles=st.booleans(),
     softcap=st.sampled_from([None, 0.5, 20.0]),
     kv_dtype=st.sampled_from(["fp32", "fp16", "bf16", "int8", "fp8", "int4"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
@@ -83,14 +90,14 @@ def defined(queries, keys, values, before, window, scale, softcap):
     seed=st.integers(0, 1000),
 )
 def test_attention_equals_float64(
-    isa, sequences, heads, head_dim, window, block_tokens, softcap, kv_dtype, dtype, static, threads, seed
+    isa, sequences, heads, head_dim, window, block_tokens, in_tiles, softcap, kv_dtype, dtype, static, threads, seed
 ):
     native.force_isa(isa)
     native.set_num_threads(threads)
     generator = torch.Generator().manual_seed(seed)
     lengths = [new + before for new, before in sequences]
     static = static and kv_dtype in ("int8", "fp8")
-    store, table = make_store(lengths, heads[1], head_dim, window, block_tokens, kv_dtype, static, seed)
+    store, table = make_store(lengths, heads[1], head_dim, window, block_tokens, kv_dtype, static, seed, in_tiles)
     starts, expected = [0], []
     queries = torch.randn(sum(new for new, _ in sequences), heads[0], head_dim, generator=generator).to(dtype)
     for row, (new, before) in enumerate(sequences):
@@ -100,14 +107,7 @@ def test_attention_equals_float64(
         keys, values = torch.randn(2, len(positions), heads[1], head_dim, generator=generator).to(dtype)
         slots = slots_of(table[row], positions, block_tokens)
         store.write(1, keys, values, slots)
-        stored = [
-            part.codec.decode(
-                part.payload[slots.block, slots.offset],
-                None if part.scales is None else part.scales[slots.block, slots.offset],
-                torch.float32,
-            )
-            for part in store.parts(1)
-        ]
+        stored = stored_at(store, slots)
         starts.append(starts[-1] + new)
         mine = queries[starts[-2] : starts[-1]]
         expected.append(defined(mine, *stored, before - int(positions[0]), window, 0.3, softcap))
@@ -141,8 +141,7 @@ def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, pea
     keys, values = torch.randn(2, length, kv_heads, head_dim, generator=generator).bfloat16()
     slots = slots_of(table[0], torch.arange(length), 16)
     store.write(1, keys, values, slots)
-    at = (slots.block, slots.offset)
-    stored = [part.codec.decode(part.payload[at], part.scales[at], torch.float32) for part in store.parts(1)]
+    stored = stored_at(store, slots)
     metadata = AttentionMetadata([0, new], [length], table, slots, 16, None)
     attention = NativeAttention()
     made = attention(queries, 1, store, attention.prepare(metadata), peak)
@@ -163,17 +162,18 @@ def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, pea
     kv_dtype=st.sampled_from(["fp32", "fp16", "bf16", "int8", "fp8", "int4"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     static=st.booleans(),
+    in_tiles=st.booleans(),
     magnitude=st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
     seed=st.integers(0, 1000),
 )
 def test_what_is_written_is_what_the_codec_writes(
-    isa, tokens, kv_heads, head_dim, kv_dtype, dtype, static, magnitude, seed
+    isa, tokens, kv_heads, head_dim, kv_dtype, dtype, static, in_tiles, magnitude, seed
 ):
     """Payload and scales to the last bit, and nothing beside them."""
     native.force_isa(isa)
     static = static and kv_dtype in ("int8", "fp8")
-    made, table = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed)
-    expected, _ = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed)
+    made, table = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed, in_tiles)
+    expected, _ = make_store([tokens], kv_heads, head_dim, None, 16, kv_dtype, static, seed, in_tiles)
     slots = slots_of(table[0], torch.arange(tokens), 16)
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, tokens, kv_heads, head_dim, generator=generator) * magnitude).to(dtype)

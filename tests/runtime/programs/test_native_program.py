@@ -196,7 +196,7 @@ def test_only_who_reads_unwritten_slots_has_them_cleared(tmp_path):
 
 def both_programs(folder, kv_dtype):
     decoder = load_native(folder)
-    stores = [make_store(folder, kv_dtype) for _ in range(2)]
+    stores = [make_store(folder, kv_dtype, in_tiles=in_tiles) for in_tiles in (False, True)]
     return stores, [EagerProgram(decoder, stores[0], NativeAttention()), NativeProgram(decoder, stores[1])]
 
 

@@ -85,16 +85,21 @@ struct Plane {
 };
 
 template <class Number>
-Plane written(const Step& step, KVFormat format, int num_kv_heads, int head_dim, bool has_scales) {
+Plane written(const Step& step, KVFormat format, int num_kv_heads, int head_dim, bool has_scales, KVOrder order) {
   Plane made;
   KVPlane& plane = made.plane;
-  plane = {nullptr, nullptr, 0, has_scales ? 1.0f : 0.03125f, num_kv_heads, head_dim, format};
+  plane = {nullptr, nullptr, 0, has_scales ? 1.0f : 0.03125f, num_kv_heads, head_dim, format, KVOrder::by_token};
+  const bool fits = order == KVOrder::by_head || plane.head_bytes() % kTileUnit == 0;
+  if (step.block_tokens % kTileTokens == 0 && fits) plane.order = order;
   if (format == KVFormat::fp32 || format == KVFormat::fp16 || format == KVFormat::bf16) plane.static_scale = 1.0f;
   const int64_t token_bytes = num_kv_heads * plane.head_bytes(), token_scales = num_kv_heads;
   const int64_t bytes = step.block_tokens * (token_bytes > 2 * token_scales ? token_bytes : 2 * token_scales);
   plane.block_stride = (bytes + 3) / 4 * 4;
-  const int64_t full = (step.num_blocks - 1) * plane.block_stride, tokens = step.last_offset + 1;
-  made.payload.reset(new Edge<uint8_t>(full + tokens * token_bytes, 0xff));
+  const int64_t full = (step.num_blocks - 1) * plane.block_stride;
+  // Of tiles the last one is there as a whole.
+  const int64_t of_tile = plane.order == KVOrder::by_token ? 1 : kTileTokens;
+  const int64_t tokens = step.last_offset + 1, payload_tokens = (tokens + of_tile - 1) / of_tile * of_tile;
+  made.payload.reset(new Edge<uint8_t>(full + payload_tokens * token_bytes, 0xff));
   plane.payload = made.payload->data();
   if (has_scales) {
     made.scales.reset(new Edge<uint16_t>(full / 2 + tokens * token_scales, 0xff));
@@ -126,8 +131,11 @@ bool attend(KVFormat key_format, KVFormat value_format) {
     const bool is_small = format == KVFormat::int8 || format == KVFormat::fp8 || format == KVFormat::int4;
     return is_small && (format == KVFormat::int4 || random_below(2) == 0);
   };
-  const Plane keys = written<Number>(step, key_format, num_kv_heads, key_dim, is_scaled(key_format));
-  const Plane values = written<Number>(step, value_format, num_kv_heads, value_dim, is_scaled(value_format));
+  const bool in_tiles = random_below(4) != 0;
+  const KVOrder key_order = in_tiles ? KVOrder::by_unit : KVOrder::by_token;
+  const KVOrder value_order = in_tiles ? KVOrder::by_head : KVOrder::by_token;
+  const Plane keys = written<Number>(step, key_format, num_kv_heads, key_dim, is_scaled(key_format), key_order);
+  const Plane values = written<Number>(step, value_format, num_kv_heads, value_dim, is_scaled(value_format), value_order);
   const int num_heads = num_kv_heads * group;
   const int64_t width = int64_t{num_heads} * key_dim, result_width = int64_t{num_heads} * value_dim;
   Edge<Number> queries(step.num_queries() * width), results(step.num_queries() * result_width, 0xff);

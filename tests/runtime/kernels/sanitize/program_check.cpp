@@ -30,7 +30,7 @@ std::vector<uint16_t> random_bf16(size_t count) {
 std::vector<uint16_t> run(KVFormat format, int window, bool layer_norm) {
   generator.seed(1);
   const bool has_scales = format == KVFormat::int8 || format == KVFormat::fp8 || format == KVFormat::int4;
-  KVPlane keys{nullptr, nullptr, 0, 1.0f, kKVHeads, kDim, format};
+  KVPlane keys{nullptr, nullptr, 0, 1.0f, kKVHeads, kDim, format, KVOrder::by_unit};
   const int64_t payload = kBlockTokens * kKVHeads * keys.head_bytes(), scales = has_scales ? kBlockTokens * kKVHeads * 2 : 0;
   std::vector<int64_t> table, slot_block, slot_offset, positions, tokens;
   std::vector<int32_t> query_start{0}, lengths;
@@ -53,6 +53,7 @@ std::vector<uint16_t> run(KVFormat format, int window, bool layer_norm) {
   std::vector<uint8_t> blocks(static_cast<size_t>(num_blocks * 2 * (payload + scales)), 0x21);
   keys.block_stride = 2 * (payload + scales);
   KVPlane values = keys;
+  values.order = KVOrder::by_head;
   keys.payload = blocks.data();
   values.payload = blocks.data() + payload + scales;
   if (has_scales) {
