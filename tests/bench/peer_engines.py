@@ -33,7 +33,7 @@ class Engine:
 
 ENGINES = (
     Engine("llmq", "llmq", "", "llmq-int4", "int4, groups of 64"),
-    Engine("llmq-int8", "llmq, int8 activations", "", "llmq-int4", "int4, groups of 64"),
+    Engine("llmq-int8", "llmq, int8 activations and KV", "", "llmq-int4", "int4, groups of 64"),
     Engine("llmq-gguf", "llmq, llama.cpp's file", "", GGUF_NAME, "blocks of the GGUF"),
     Engine("llamacpp", "llama.cpp", "llamacpp", GGUF_NAME, "blocks of the GGUF"),
     Engine("openvino-int4", "OpenVINO", "openvino", "openvino-int4", "int4, groups of 64"),
