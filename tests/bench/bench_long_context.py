@@ -35,7 +35,7 @@ _WRITTEN_AT_ONCE = 4096
 
 def filled_store(layout: KVCacheLayout, longest: int) -> KVStore:
     """Blocks of one sequence of `longest` tokens, K and V normally distributed."""
-    store = KVStore(layout, layout.blocks_for(longest), torch.device("cpu"))
+    store = KVStore(layout, layout.blocks_for(longest), torch.device("cpu"), in_tiles=True)
     generator = torch.Generator().manual_seed(0)
     for group in layout.groups:
         shape = (_WRITTEN_AT_ONCE, group.spec.num_kv_heads, group.spec.head_dim_k)

@@ -11,10 +11,9 @@ from llmq.runtime.request import EngineRequest
 from llmq.runtime.sampling_params import SamplingParams
 
 name, model, streams = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 16
-rounds = (
-    name == "llmq-int8"
-)  # as OpenVINO does on a CPU unless it is told otherwise: KV_CACHE_PRECISION is uint8_t there,
-# DYNAMIC_QUANTIZATION_GROUP_SIZE 32 (2026.3)
+# As OpenVINO does unless it is told otherwise: on a CPU its KV_CACHE_PRECISION is uint8_t, and its
+# DYNAMIC_QUANTIZATION_GROUP_SIZE 32 (2026.4.1).
+rounds = name == "llmq-int8"
 config = EngineConfig(
     model=str(find_model(model, keep_blocks=True)),
     max_num_seqs=streams,
