@@ -586,8 +586,8 @@ class Task {
   void weigh_and_mix(int row, int count, int first, int end, bool is_direct) {
     float factor[kDirectRows];
     for (int r = 0; r < count; r++) {
-      weigh(row + r, first, end, scores_of(r));
-      factor[r] = Units::store_weights(scores_of(r), first, end, weights_ + r * kWeightUnits);
+      const float largest = weigh(row + r, first, end, scores_of(r));
+      factor[r] = Units::store_weights(scores_of(r), largest, first, end, weights_ + r * kWeightUnits);
     }
     if (is_direct) {
       with_format(call_.values.format, [&](auto format) {
@@ -612,8 +612,8 @@ class Task {
     for (; column < stride_v_; column += W) mix<R, 1>(a, values + column, units, row, column, factor);
   }
 
-  // A row's scores of the span's keys [first, end) -> weights, times the scales of V.
-  void weigh(int row, int first, int end, float* scores) {
+  // A row's scores of the span's keys [first, end) -> weights, times the scales of V. Returns the largest, or 1e-30.
+  float weigh(int row, int first, int end, float* scores) {
     if (call_.softcap != 0) {
       const F32 softcap = F32::all(call_.softcap * kLog2E);
       for (int key = first; key < end; key += W) (tanh(F32::load(scores + key)) * softcap).store(scores + key);
@@ -636,14 +636,17 @@ class Task {
     }
     const float maximum = top.largest();
     const F32 shift = F32::all(maximum);
-    F32 total = F32::zero();
+    F32 total = F32::zero(), largest = F32::all(1e-30f);
     for (int key = first; key < end; key += W) {
-      const F32 weight = exp2(F32::load(scores + key) - shift);
+      F32 weight = exp2_of_negative(F32::load(scores + key) - shift);
       total = total + weight;
-      (scales_values_ ? weight * F32::load(value_scales_ + key) : weight).store(scores + key);
+      if (scales_values_) weight = weight * F32::load(value_scales_ + key);
+      weight.store(scores + key);
+      if constexpr (Units::kSumsExactly) largest = larger(weight, largest);
     }
     span_.maximum[row] = maximum;
     span_.total[row] = total.sum();
+    return largest.largest();
   }
 
   template <int R, int C>

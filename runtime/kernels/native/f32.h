@@ -198,9 +198,10 @@ static inline F32 where_below(F32 x, F32 limit, F32 a, F32 b) {
 
 #endif
 
-// 2^x by the polynomial of degree 5 around the nearest whole number whose largest relative error, 1e-7, is the least.
-static inline F32 exp2(F32 x) {
-  x = larger(F32::all(F32::kLeastPower), smaller(F32::all(127.0f), x));
+// 2^x of x <= 0, by the polynomial of degree 5 around the nearest whole number whose largest relative error, 1e-7, is the
+// least.
+static inline F32 exp2_of_negative(F32 x) {
+  x = larger(F32::all(F32::kLeastPower), x);
   const F32 n = x.whole(), f = x - n;
   F32 p = F32::all(1.3264727e-3f);
   p = fma(p, f, F32::all(9.6715129e-3f));
@@ -210,6 +211,9 @@ static inline F32 exp2(F32 x) {
   p = fma(p, f, F32::all(1.0f));
   return p.times_power(n);
 }
+
+// 2^x, of more than 127 that of 127.
+static inline F32 exp2(F32 x) { return exp2_of_negative(smaller(F32::all(127.0f), x)); }
 
 constexpr float kLog2E = 1.44269504f;
 

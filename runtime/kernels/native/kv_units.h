@@ -150,8 +150,8 @@ struct FloatUnits {
       F32::load(query + d, n).store(to + d, n);
     }
   }
-  // Weights of keys [first, end), and what their products are to be multiplied by.
-  static float store_weights(const float* weights, int first, int end, float* to) {
+  // Weights of keys [first, end), of which one is the largest, and what their products are to be multiplied by.
+  static float store_weights(const float* weights, float, int first, int end, float* to) {
     for (int key = first; key < end; key += F32::kWidth) F32::load(weights + key).store(to + key);
     return 1.0f;
   }
@@ -258,10 +258,7 @@ struct ByteUnits {
     offset = 128 * _mm512_reduce_add_epi32(sum);
   }
 
-  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
-    F32 top = F32::all(1e-30f);
-    for (int key = first; key < end; key += 16) top = larger(F32::load(weights + key), top);
-    const float largest = top.largest();
+  static float store_weights(const float* weights, float largest, int first, int end, uint32_t* to) {
     const __m512 inverse = _mm512_set1_ps(65535.0f / largest);
     const __m512i bytes = _mm512_set1_epi16(0xff);
     // Packing takes four of each of the four vectors in turn.
@@ -415,11 +412,8 @@ struct WordUnits {
     }
   }
 
-  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
+  static float store_weights(const float* weights, float largest, int first, int end, uint32_t* to) {
     constexpr float kMost = 32767.0f;
-    F32 top = F32::all(1e-30f);
-    for (int key = first; key < end; key += 8) top = larger(F32::load(weights + key), top);
-    const float largest = top.largest();
     const F32 inverse = F32::all(kMost / largest);
     for (int key = first; key < end; key += 16) {
       const __m256i low = _mm256_cvtps_epi32((F32::load(weights + key) * inverse).v);
@@ -541,7 +535,7 @@ struct PairUnits {
   static F32 score(F32 sum, int32_t) { return sum; }
   static F32 mixed(F32 sum, float) { return sum; }
   static F32 load_mixed(const float* mixed, int d) { return F32::load(mixed + d); }
-  static float store_weights(const float* weights, int first, int end, uint32_t* to) {
+  static float store_weights(const float* weights, float, int first, int end, uint32_t* to) {
     for (int key = first; key < end; key += 16) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + key / 2),
                           (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(weights + key)));
