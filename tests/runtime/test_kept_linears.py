@@ -54,7 +54,12 @@ def folder(request, tmp_path, tiny_llama, monkeypatch):
 def packings(monkeypatch):
     """Linears that are packed from here on."""
     packed, inner = [], NativeLinear.__init__
-    monkeypatch.setattr(NativeLinear, "__init__", lambda *given: packed.append(given) or inner(*given))
+
+    def count(*given, **named):
+        packed.append(given)
+        inner(*given, **named)
+
+    monkeypatch.setattr(NativeLinear, "__init__", count)
     return packed
 
 
