@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llmq.profiles.kv_spec import DYNAMIC_SCALE_BYTES, KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec, KVDtype
 from llmq.runtime.attention.base import AttentionMetadata
 from llmq.runtime.kernels import native, why_absent
-from llmq.runtime.kv_store import KVStore, Slots
+from llmq.runtime.kv_store import TILE_TOKENS, KVStore, Slots
 
 if native is None:
     pytest.skip(why_absent, allow_module_level=True)
@@ -55,6 +55,10 @@ def stored_at(store, slots):
 
 def slots_of(table_row, positions, block_tokens):
     return Slots.of(table_row[positions // block_tokens] * block_tokens + positions % block_tokens, block_tokens)
+
+
+def test_tiles_are_of_as_many_tokens_on_both_sides():
+    assert native.TILE_TOKENS == TILE_TOKENS
 
 
 def defined(queries, keys, values, before, window, scale, softcap):
