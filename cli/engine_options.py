@@ -32,7 +32,10 @@ Head = Annotated[
     ),
 ]
 Activations = Annotated[
-    str, typer.Option(help="Of native kernels, what integer weights multiply: auto (exact), exact, int8.")
+    str,
+    typer.Option(
+        help="Of native kernels, what integer weights and an integer KV-cache multiply: auto (exact), exact, int8."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine.")]
 TensorParallel = Annotated[

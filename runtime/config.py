@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"  # auto: native on a CPU, triton on a GPU: `dtypes`
     head: Literal["auto", "16bit", "int8"] = "auto"  # of a head stored in 16 bit, by native kernels: see `dtypes`
-    activations: Literal["auto", "exact", "int8"] = "auto"  # that integer weights multiply, by native kernels: likewise
+    activations: Literal["auto", "exact", "int8"] = "auto"  # what integers multiply, by native kernels: likewise
     enforce_eager: bool = False  # on a GPU: no CUDA graphs
     overlap_steps: bool | None = None  # schedule the next step while one is computed; None: on a GPU, where it can be
     block_tokens: int = 16

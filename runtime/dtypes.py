@@ -75,12 +75,12 @@ _HEAD_GROUP = 64
 
 @dataclass(frozen=True)
 class NativeNumerics:
-    """What our own kernels on a CPU do to a checkpoint's linears that the checkpoint does not ask for."""
+    """What our own kernels on a CPU do to a checkpoint's numbers that the checkpoint does not ask for."""
 
     int8_head: bool = False  # a head stored in 16 bit is rounded to int8, with one scale a row or a group of it
-    int8_activations: bool = (
-        False  # inputs of integer weights are rounded to int8, with one scale a group of the weight
-    )
+    # Inputs of integer weights are rounded to int8, with one scale a group of the weight; and what an integer KV-cache
+    # is multiplied with, queries and the softmax's weights, with one a row.
+    int8_activations: bool = False
 
     def head_group_size(self, in_features: int) -> int | None:
         """Of an int8 head; None: it has one scale a row. A hidden state has outliers, which rounded with one scale cost

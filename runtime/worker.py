@@ -262,7 +262,7 @@ class Worker:
             TORCH_DTYPES[self.dtypes.dtype],
             self._group_size(architecture),
             self.config.batch_invariant,
-            self.numerics is not None,
+            self.numerics,
             self._graphs(architecture),
             attention,
         )

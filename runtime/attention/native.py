@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llmq.profiles.kv_spec import KVCacheLayout, KVCacheSpec
 from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kernels import native
 from llmq.runtime.kv_store import KVStore, StoredPart
 
@@ -28,8 +29,10 @@ class NativeAttention:
 
     reads_unwritten = False
 
-    def __init__(self) -> None:
+    def __init__(self, numerics: NativeNumerics | None = None) -> None:
+        """Of `numerics` counts whether what integers of K and V are multiplied with is rounded to 8 bits."""
         self.name = f"native {native.isa()}"
+        self._rounds_to_bytes = numerics is not None and numerics.int8_activations
         self._planes: WeakKeyDictionary[KVStore, list[tuple[native.KVPlane, native.KVPlane]]] = WeakKeyDictionary()
 
     @staticmethod
@@ -56,6 +59,7 @@ class NativeAttention:
             table_stride=table.stride(0),
             block_tokens=metadata.block_tokens,
             window=metadata.window or 0,
+            rounds_to_bytes=self._rounds_to_bytes,
         )
         return PreparedPlan(plan, (query_start, lengths, table))
 

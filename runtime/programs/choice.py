@@ -6,6 +6,7 @@ from llmq.runtime.attention.base import AttentionBackend
 from llmq.runtime.attention.native import NativeAttention
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.attention.tiled import TiledAttention
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kernels import triton_runs
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.models.decoder import Decoder
@@ -22,7 +23,7 @@ def make_program(
     dtype: torch.dtype,
     group_size: int,
     batch_invariant: bool = False,
-    native: bool = True,
+    numerics: NativeNumerics | None = NativeNumerics(),
     graphs: tuple[int, int] | None = None,
     attention: AttentionBackend | None = None,
 ) -> Program:
@@ -30,11 +31,11 @@ def make_program(
     the fastest attention that there is.
 
     group_size: query heads that share a KV head. batch_invariant: no result depends on what else a step computes, which
-    is so of the native program and of one attention for torch. native: our own kernels may run.
+    is so of the native program and of one attention for torch. numerics: of our own kernels; None: they do not run.
     graphs: (most sequences, most tokens of one) of decode steps in CUDA graphs; None: none. attention: of another's
     making, for a decoder that runs on Triton kernels.
     """
-    why_not = None
+    why_not, native = None, numerics is not None
     if native and not batch_invariant and triton_runs(store.device.type):
         return _triton_program(model, store, dtype, graphs, attention)
     if native and store.device.type == "cpu":
@@ -42,14 +43,14 @@ def make_program(
             why_not = "the model's code is not llmq's own"
         else:
             try:
-                return NativeProgram(model, store)
+                return NativeProgram(model, store, numerics)
             except NotLoweredError as reason:
                 why_not = str(reason)
     attention: AttentionBackend = SdpaAttention()
     if batch_invariant:
         attention = TiledAttention(group_size)
     elif native and NativeAttention.runs(store.layout, store.device, dtype):
-        attention = NativeAttention()
+        attention = NativeAttention(numerics)
     return EagerProgram(model, store, attention, why_not)
 
 

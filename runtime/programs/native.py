@@ -5,6 +5,7 @@ from torch import Tensor
 
 from llmq.runtime.attention.native import NativeAttention
 from llmq.runtime.batch import BatchInputs
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kv_store import KVStore
 from llmq.runtime.models.decoder import Decoder
 from llmq.runtime.programs.lowering import lower
@@ -13,11 +14,11 @@ from llmq.runtime.programs.lowering import lower
 class NativeProgram:
     name = "native"
 
-    def __init__(self, decoder: Decoder, store: KVStore) -> None:
+    def __init__(self, decoder: Decoder, store: KVStore, numerics: NativeNumerics | None = None) -> None:
         """Raises NotLoweredError for a decoder with a part that has no native operation."""
         self._lowered = lower(decoder, store)
         self.model = decoder
-        self._attention = NativeAttention()
+        self._attention = NativeAttention(numerics)
         self.attention_kernel = self._attention.name
 
     def forward(self, inputs: BatchInputs) -> Tensor:

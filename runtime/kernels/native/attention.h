@@ -28,6 +28,8 @@ struct AttentionBatch {
   int64_t table_stride;
   int32_t block_tokens;
   int32_t window;  // keys that a query sees, itself included; 0: all
+  // What integers of K and V are multiplied with is rounded to 8 bits, where there is an instruction for that, not to 16.
+  bool rounds_to_bytes;
 
   [[gnu::always_inline]] int num_queries(int sequence) const { return query_start[sequence + 1] - query_start[sequence]; }
   // The first key that the query at `position` sees.

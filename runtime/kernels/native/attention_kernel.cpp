@@ -797,7 +797,9 @@ bool suit(const AttentionCall& call) {
 
 void attend(const AttentionWork& work) {
 #if defined(__AVX512F__)
-  if (suit<ByteUnits>(work.call)) return Task<ByteUnits>(work).run();
+  if (suit<ByteUnits<1>>(work.call)) {
+    return work.batch.rounds_to_bytes ? Task<ByteUnits<1>>(work).run() : Task<ByteUnits<2>>(work).run();
+  }
 #else
   if (suit<WordUnits>(work.call)) return Task<WordUnits>(work).run();
 #endif

@@ -52,12 +52,12 @@ void bind_attention(nb::module_& module) {
       .def(
           "start",
           [](AttentionPlan& self, int num_sequences, uintptr_t query_start, uintptr_t lengths, uintptr_t block_table,
-             int64_t table_stride, int block_tokens, int window) {
+             int64_t table_stride, int block_tokens, int window, bool rounds_to_bytes) {
             self.start({num_sequences, pointer<int32_t>(query_start), pointer<int32_t>(lengths),
-                        pointer<int64_t>(block_table), table_stride, block_tokens, window});
+                        pointer<int64_t>(block_table), table_stride, block_tokens, window, rounds_to_bytes});
           },
           "num_sequences"_a, "query_start"_a, "lengths"_a, "block_table"_a, "table_stride"_a, "block_tokens"_a,
-          "window"_a, "Borrows int32 query_start and lengths, int64 block_table; window 0: all keys.")
+          "window"_a, "rounds_to_bytes"_a = false, "Borrows int32 query_start and lengths, int64 block_table; window 0: all keys.")
       .def(
           "attend",
           [](AttentionPlan& self, uintptr_t queries, int64_t query_stride, uintptr_t output, int64_t output_stride,

@@ -182,8 +182,9 @@ struct FloatUnits {
 #if defined(__AVX512F__)
 
 // Four bytes. K and V stay the integers that are stored; queries and weights, each row with a scale of its own, become
-// integers of 16 bits, the sum of two terms: 256 · high + low. Sums are exact, so that a row's result depends on no order,
-// and no rounding but that of the 16 bits is added to the stored numbers' own.
+// integers: of 16 bits, the sum of two terms, 256 · high + low, which add next to nothing to the stored numbers' own
+// rounding; or of 8 bits, for half the products. Sums are exact, so that a row's result depends on no order.
+template <int kTermsOfNumbers>
 struct ByteUnits {
   using Unit = uint32_t;
   struct Vector {
@@ -193,7 +194,7 @@ struct ByteUnits {
     __m512i v;
   };
   static constexpr int kDepth = 4;
-  static constexpr int kTerms = 2;
+  static constexpr int kTerms = kTermsOfNumbers;
   static constexpr int kColumnsOfValues = 64;
   static constexpr bool kTakesQueries = false;
   static constexpr bool kSumsExactly = true;
@@ -212,7 +213,10 @@ struct ByteUnits {
     static Sum add(Sum sum, Vector a, Vector b) { return dot(sum, a, b); }
   };
   static Sum next_term(Sum sum) { return {_mm512_slli_epi32(sum.v, 8)}; }
-  static Sum total(const Sum (&terms)[kTerms]) { return {_mm512_add_epi32(next_term(terms[0]).v, terms[1].v)}; }
+  static Sum total(const Sum (&terms)[kTerms]) {
+    if constexpr (kTerms == 1) return terms[0];
+    return {_mm512_add_epi32(next_term(terms[0]).v, terms[kTerms - 1].v)};
+  }
   static Vector all(const uint32_t* a) { return {_mm512_set1_epi32(static_cast<int>(*a))}; }
   static Vector load(const uint32_t* b) { return {_mm512_loadu_si512(b)}; }
   static Vector load_keys(const uint32_t* b) { return {_mm512_xor_si512(load(b).v, _mm512_set1_epi8(-128))}; }
@@ -239,11 +243,12 @@ struct ByteUnits {
       top.v = _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(numbers.v), _mm512_castps_si512(top.v)));
     }
     const float most_of_all = to_float_of(_mm512_reduce_max_epi32(_mm512_castps_si512(top.v)));
-    scale *= most_of_all / 32639.0f;  // 127 · 256 + 127
-    const F32 inverse = F32::all(32639.0f / most_of_all);
+    constexpr float kMost = kTerms == 1 ? 127.0f : 127.0f * 256.0f + 127.0f;
+    scale *= most_of_all / kMost;
+    const F32 inverse = F32::all(kMost / most_of_all);
     __m512i sum = _mm512_setzero_si512();
     int8_t* high = reinterpret_cast<int8_t*>(to);
-    int8_t* low = reinterpret_cast<int8_t*>(to + stride);
+    int8_t* low = reinterpret_cast<int8_t*>(to + (kTerms - 1) * stride);
     for (int d = 0; d < 4 * units; d += 16) {
       const int n = least(16, 4 * units - d), given = least(16, head_dim - d);
       // No number becomes 0, of which a sum stays within its 32 bits: the scale is NaN, or infinite, by itself.
@@ -251,30 +256,45 @@ struct ByteUnits {
       const __mmask16 are_numbers = _mm512_cmp_ps_mask(scaled.v, scaled.v, _CMP_ORD_Q);
       const __m512i whole = _mm512_maskz_cvtps_epi32(are_numbers, scaled.v);
       sum = _mm512_add_epi32(sum, whole);
-      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-      _mm_mask_storeu_epi8(high + d, F32::mask(n), _mm512_cvtepi32_epi8(upper));
+      if constexpr (kTerms == 2) {
+        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+        _mm_mask_storeu_epi8(high + d, F32::mask(n), _mm512_cvtepi32_epi8(upper));
+      }
       _mm_mask_storeu_epi8(low + d, F32::mask(n), _mm512_cvtepi32_epi8(whole));
     }
     offset = 128 * _mm512_reduce_add_epi32(sum);
   }
 
+  // Of 8 bits not to the nearest: beside one large weight hundreds of small ones may all be below a half, and theirs is a
+  // good part of the sum. So what is added before the fraction is cut off differs from key to key, evenly between 0 and 1.
   static float store_weights(const float* weights, float largest, int first, int end, uint32_t* to) {
-    const __m512 inverse = _mm512_set1_ps(65535.0f / largest);
-    const __m512i bytes = _mm512_set1_epi16(0xff);
+    constexpr float kMost = kTerms == 1 ? 255.0f : 65535.0f;
+    const __m512 inverse = _mm512_set1_ps(kMost / largest);
     // Packing takes four of each of the four vectors in turn.
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int key = first; key < end; key += 64) {
       __m512i whole[4], words[2];
       for (int i = 0; i < 4; i++) {
-        whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(weights + key + 16 * i), inverse));
+        const __m512 weight = _mm512_loadu_ps(weights + key + 16 * i);
+        if constexpr (kTerms == 1) {
+          whole[i] = _mm512_cvttps_epi32(_mm512_fmadd_ps(weight, inverse, _mm512_load_ps(kDither)));
+        } else {
+          whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(weight, inverse));
+        }
       }
       for (int i = 0; i < 2; i++) words[i] = _mm512_packus_epi32(whole[2 * i], whole[2 * i + 1]);
-      const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(words[0], 8), _mm512_srli_epi16(words[1], 8));
-      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(words[0], bytes), _mm512_and_si512(words[1], bytes));
-      _mm512_storeu_si512(to + key / 4, _mm512_permutexvar_epi32(order, high));
-      _mm512_storeu_si512(to + (kKeySpan + key) / 4, _mm512_permutexvar_epi32(order, low));
+      if constexpr (kTerms == 1) {
+        const __m512i bytes = _mm512_packus_epi16(words[0], words[1]);
+        _mm512_storeu_si512(to + key / 4, _mm512_permutexvar_epi32(order, bytes));
+      } else {
+        const __m512i mask = _mm512_set1_epi16(0xff);
+        const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(words[0], 8), _mm512_srli_epi16(words[1], 8));
+        const __m512i low = _mm512_packus_epi16(_mm512_and_si512(words[0], mask), _mm512_and_si512(words[1], mask));
+        _mm512_storeu_si512(to + key / 4, _mm512_permutexvar_epi32(order, high));
+        _mm512_storeu_si512(to + (kKeySpan + key) / 4, _mm512_permutexvar_epi32(order, low));
+      }
     }
-    return largest / 65535.0f;
+    return largest / kMost;
   }
 
   template <KVFormat kFormat>
@@ -308,6 +328,11 @@ struct ByteUnits {
   static void store(Vector vector, uint32_t* to) { _mm512_storeu_si512(to, vector.v); }
 
  private:
+  // (2 i + 1) / 32, each i once, neighbours far apart.
+  alignas(64) static constexpr float kDither[16] = {1 / 32.0f,  17 / 32.0f, 9 / 32.0f,  25 / 32.0f, 5 / 32.0f,  21 / 32.0f,
+                                                    13 / 32.0f, 29 / 32.0f, 3 / 32.0f,  19 / 32.0f, 11 / 32.0f, 27 / 32.0f,
+                                                    7 / 32.0f,  23 / 32.0f, 15 / 32.0f, 31 / 32.0f};
+
   static Sum dot(Sum sum, Vector u, Vector s) {
     // The intrinsic, but for GCC 12: see simd_avx512.h.
     asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(u.v), "v"(s.v));

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from llmq.profiles.kv_spec import DYNAMIC_SCALE_BYTES, KV_DTYPES, KVCacheGroup, KVCacheLayout, KVCacheSpec, KVDtype
 from llmq.runtime.attention.base import AttentionMetadata
+from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kernels import native, why_absent
 from llmq.runtime.kv_store import TILE_TOKENS, KVStore, Slots
 
@@ -21,6 +22,9 @@ ISAS = native.isas()
 SCALES = {0: (1.0, 1.0), 1: (0.02, 0.03)}
 # Relative to the whole output: a bfloat16 has 8 bits, and its weights and its result are rounded.
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+# Where what integers are multiplied with has 8 bits too.
+BOUND_OF_BYTES = 4e-2
+ROUNDING = NativeNumerics(int8_activations=True)
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +94,25 @@ def defined(queries, keys, values, before, window, scale, softcap):
     kv_dtype=st.sampled_from(["fp32", "fp16", "bf16", "int8", "fp8", "int4"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     static=st.booleans(),
+    rounds=st.booleans(),
     threads=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
 def test_attention_equals_float64(
-    isa, sequences, heads, head_dim, window, block_tokens, in_tiles, softcap, kv_dtype, dtype, static, threads, seed
+    isa,
+    sequences,
+    heads,
+    head_dim,
+    window,
+    block_tokens,
+    in_tiles,
+    softcap,
+    kv_dtype,
+    dtype,
+    static,
+    rounds,
+    threads,
+    seed,
 ):
     native.force_isa(isa)
     native.set_num_threads(threads)
@@ -116,10 +134,12 @@ def test_attention_equals_float64(
         mine = queries[starts[-2] : starts[-1]]
         expected.append(defined(mine, *stored, before - int(positions[0]), window, 0.3, softcap))
     metadata = AttentionMetadata(starts, lengths, table, slots, block_tokens, window)
-    attention = NativeAttention()
+    attention = NativeAttention(ROUNDING if rounds else None)
     made = attention(queries, 1, store, attention.prepare(metadata), 0.3, softcap)
     expected = torch.cat(expected)
-    assert float((made.double() - expected).norm() / expected.norm()) < BOUND[dtype]
+    has_bytes = rounds and kv_dtype in ("int8", "int4") and dtype == torch.bfloat16
+    error = float((made.double() - expected).norm() / expected.norm())
+    assert error < (BOUND_OF_BYTES if has_bytes else BOUND[dtype])
 
     # To the last bit: by other threads and splits, and of each query that is computed alone.
     native.set_num_threads(4 - threads)
@@ -134,9 +154,10 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("peak", [0.02, 0.125, 1.0])  # of the softmax: nearly flat to nearly one key's
-def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, peak):
+@pytest.mark.parametrize("rounds", [False, True])
+def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, peak, rounds):
     """Queries and weights become integers beside 8-bit K and V: what that adds, beyond rounding the result to bfloat16,
-    is below a fiftieth of the error that K and V in this dtype have."""
+    is below a fiftieth of the error that K and V in this dtype have; or, of 8 bits, as much as that of INT8."""
     native.force_isa(isa)
     length, new, heads, kv_heads, head_dim = 1500, 4, 9, 3, 64
     store, table = make_store([length], kv_heads, head_dim, None, 16, kv_dtype, False, 0)
@@ -147,14 +168,33 @@ def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, pea
     store.write(1, keys, values, slots)
     stored = stored_at(store, slots)
     metadata = AttentionMetadata([0, new], [length], table, slots, 16, None)
-    attention = NativeAttention()
+    attention = NativeAttention(ROUNDING if rounds else None)
     made = attention(queries, 1, store, attention.prepare(metadata), peak)
     exact = defined(queries, keys, values, length - new, None, peak, None)
     rounded = defined(queries, *stored, length - new, None, peak, None)
     of_codec = float((rounded - exact).norm())
     of_result = float((rounded.bfloat16().double() - rounded).norm())
     added = max(0.0, float((made.double() - rounded).norm()) ** 2 - of_result**2) ** 0.5
-    assert added < of_codec / 50
+    assert added < of_codec * ({"int8": 2, "int4": 1 / 8}[kv_dtype] if rounds else 1 / 50)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("length", [200, 256, 1000])
+def test_small_weights_beside_a_large_one_keep_their_share(isa, length):
+    """One key's weight is 600 times that of any other: rounded to the nearest of 256 steps they would all be nothing,
+    and together they are a third of the sum."""
+    native.force_isa(isa)
+    store, table = make_store([length], 1, 64, None, 16, "int8", False, 0)
+    queries, keys, values = torch.zeros(1, 1, 64), torch.zeros(length, 1, 64), -torch.ones(length, 1, 64)
+    queries[..., 0] = 1.0
+    keys[0, 0, 0], values[0] = math.log(600), 1.0
+    slots = slots_of(table[0], torch.arange(length), 16)
+    store.write(1, keys.bfloat16(), values.bfloat16(), slots)
+    attention = NativeAttention(ROUNDING)
+    prepared = attention.prepare(AttentionMetadata([0, 1], [length], table, slots, 16, None))
+    made = attention(queries.bfloat16(), 1, store, prepared, 1.0).double()
+    expected = (600 - (length - 1)) / (600 + (length - 1))
+    assert abs(made - expected).max() < 0.02
 
 
 @settings(max_examples=40, deadline=None)

@@ -147,7 +147,7 @@ bool attend(KVFormat key_format, KVFormat value_format) {
   const float softcap = random_below(3) == 0 ? 30.0f : 0.0f;
   AttentionPlan plan;
   plan.start({num_sequences, step.query_start.data(), step.lengths.data(), step.table->data(), step.columns,
-              step.block_tokens, window});
+              step.block_tokens, window, random_below(2) == 0});
   plan.attend({queries.data(), results.data(), width, result_width, sizeof(Number) == 4, num_heads, 0.125f, softcap,
                keys.plane, values.plane});
   for (int64_t i = 0; i < (step.num_queries() - has_nan) * result_width; i++) {

@@ -79,7 +79,7 @@ std::vector<uint16_t> run(KVFormat format, int window, bool layer_norm) {
   AttentionPlan plan;
   std::vector<uint16_t> out(positions.size() * kHeads * kDim / 2);
   for (int repetition = 0; repetition < 3; repetition++) {
-    plan.start({3, query_start.data(), lengths.data(), table.data(), kColumns, kBlockTokens, window});
+    plan.start({3, query_start.data(), lengths.data(), table.data(), kColumns, kBlockTokens, window, false});
     program.run({static_cast<int64_t>(positions.size()), tokens.data(), positions.data(),
                  {{&plan, slot_block.data(), slot_offset.data()}}}, result, out.data());
   }
