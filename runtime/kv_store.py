@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmq.profiles.kv_spec import KVCacheGroup, KVCacheLayout, KVCacheSpec
 from llmq.runtime.kv_codec import SCALE_DTYPE, KVCodec, make_codec
-from llmq.runtime.staging import Staging
+from llmq.runtime.staging import staging_of
 
 _LINE_BYTES = 64
 
@@ -107,7 +107,7 @@ class KVStore:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.staging = Staging.of(device)  # for all numbers that a step brings along
+        self.staging = staging_of(device)  # for all numbers that a step brings along
         self.clears_unwritten = False  # set by a program whose attention reads such slots
         self._blocks = _zeros(num_blocks * layout.block_bytes, device).view(num_blocks, layout.block_bytes)
         self._parts: dict[int, tuple[StoredPart, StoredPart]] = {}

@@ -20,6 +20,21 @@ _TORCH_DTYPES = {
 }
 
 
+class Staging(Protocol):
+    """How the numbers of a step get from numpy to where they are computed with."""
+
+    def begin_step(self) -> None: ...
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays on the device, contiguous, each of its own shape and dtype. They belong to it from here on: what
+        is written to them later may arrive or not."""
+        ...
+
+    def send_integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """int64."""
+        ...
+
+
 class Event(Protocol):
     """A point in a device's stream, as `torch.cuda.Event`."""
 
@@ -58,19 +73,6 @@ class CudaCopies:
         return event
 
 
-class HostCopies:
-    """Where the device is the host: a copy is over when it has begun."""
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, source: Tensor) -> Tensor:
-        return torch.from_numpy(source.numpy().copy())  # not by torch, whose threads would spin beside a step's
-
-    def mark(self) -> Event:
-        return _OVER
-
-
 class _Over:
     def synchronize(self) -> None:
         pass
@@ -87,7 +89,20 @@ class _Buffer:
         self.copied: Event = _OVER
 
 
-class Staging:
+class HostStaging:
+    """Where the device is the host: numbers are where they have to be."""
+
+    def begin_step(self) -> None:
+        pass
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+
+    def send_integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+class DeviceStaging:
     """Buffers that steps use in turn, so that the host fills one while the other is copied from.
 
     A blocking copy waits for all that the device has to do before it. From pinned memory it does not, and then nothing
@@ -100,10 +115,6 @@ class Staging:
         self._buffers = [_Buffer(copies.buffer(num_bytes)) for _ in range(NUM_BUFFERS)]
         self._turn = 0
 
-    @classmethod
-    def of(cls, device: torch.device) -> "Staging":
-        return cls(CudaCopies(device) if device.type == "cuda" else HostCopies())
-
     def begin_step(self) -> None:
         """The other buffer's turn. Waits until it is no longer copied from."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
@@ -112,7 +123,7 @@ class Staging:
         buffer.used = 0
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays on the device, in one copy: each a view of it, contiguous, of its own shape and dtype."""
+        """In one copy, of which each array is a view."""
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
@@ -128,7 +139,6 @@ class Staging:
         return [_view(device, start, array) for start, array in zip(starts, arrays, strict=True)]
 
     def send_integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """int64."""
         return self.send([np.array(numbers, dtype=np.int64)])[0]
 
     def _room_for(self, num_bytes: int) -> _Buffer:
@@ -140,6 +150,10 @@ class Staging:
         replaced = _Buffer(self._copies.buffer(max(2 * len(buffer.memory), num_bytes)))
         self._buffers[self._turn] = replaced
         return replaced
+
+
+def staging_of(device: torch.device) -> Staging:
+    return DeviceStaging(CudaCopies(device)) if device.type == "cuda" else HostStaging()
 
 
 def _view(device: Tensor, start: int, array: np.ndarray) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from llmq.runtime.batch import RunnerRequest
 from llmq.runtime.kernels.triton.sampling import sample
 from llmq.runtime.sampling.draws import DeviceDraws
-from llmq.runtime.staging import Staging
+from llmq.runtime.staging import staging_of
 
 _MASK = (1 << 64) - 1
 
@@ -18,7 +18,7 @@ class DrawOnDevice:
     and the likeliest token where a request's temperature is 0. Nothing is added to `errors`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._staging = Staging.of(device)
+        self._staging = staging_of(device)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[RunnerRequest], errors: dict[int, str]) -> DeviceDraws:
         params = [request.params for request in requests]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmq.runtime.staging import NUM_BUFFERS, HostCopies, Staging
+from llmq.runtime.staging import NUM_BUFFERS, DeviceStaging, HostStaging
 
 
 class PretendedDevice:
@@ -59,8 +59,8 @@ def check(sent, arrays):
         assert torch.equal(tensor, torch.from_numpy(array))
 
 
-def test_on_the_host_it_is_a_copy():
-    staging, before = Staging(HostCopies(), 64), []
+def test_on_the_host_every_step_has_its_own():
+    staging, before = HostStaging(), []
     for step in range(5):
         staging.begin_step()
         arrays = arrays_of(step)
@@ -71,16 +71,16 @@ def test_on_the_host_it_is_a_copy():
 
 
 def test_nothing_can_be_sent():
-    staging = Staging(HostCopies())
-    assert staging.send([]) == []
-    sent = staging.send_integers([])
-    assert (sent.shape, sent.dtype) == ((0,), torch.int64)
-    check(staging.send([np.zeros((0, 3), dtype=np.int32)]), [np.zeros((0, 3), dtype=np.int32)])
+    for staging in (HostStaging(), DeviceStaging(PretendedDevice())):
+        assert staging.send([]) == []
+        sent = staging.send_integers([])
+        assert (sent.shape, sent.dtype) == ((0,), torch.int64)
+        check(staging.send([np.zeros((0, 3), dtype=np.int32)]), [np.zeros((0, 3), dtype=np.int32)])
 
 
 def test_no_buffer_is_written_before_its_copies_are_over():
     device = PretendedDevice()
-    staging, sent = Staging(device, 4096), []
+    staging, sent = DeviceStaging(device, 4096), []
     for step in range(7):
         staging.begin_step()
         for part in range(2):
@@ -94,7 +94,7 @@ def test_no_buffer_is_written_before_its_copies_are_over():
 
 def test_a_step_waits_for_the_one_before_the_last_alone():
     device = PretendedDevice()
-    staging = Staging(device, 4096)
+    staging = DeviceStaging(device, 4096)
     for step in range(4):
         staging.begin_step()
         staging.send(arrays_of(step))
@@ -105,7 +105,7 @@ def test_a_step_waits_for_the_one_before_the_last_alone():
 
 def test_copies_of_one_step_share_no_byte():
     device = PretendedDevice()
-    staging = Staging(device, 4096)
+    staging = DeviceStaging(device, 4096)
     staging.begin_step()
     sent = [(staging.send(arrays), arrays) for arrays in map(arrays_of, range(6))]
     assert device.waits == []
@@ -116,7 +116,7 @@ def test_copies_of_one_step_share_no_byte():
 
 def test_a_buffer_that_is_too_small_is_replaced_when_it_is_copied():
     device = PretendedDevice()
-    staging = Staging(device, 64)
+    staging = DeviceStaging(device, 64)
     staging.begin_step()
     sent = [(staging.send([array]), [array]) for array in (np.arange(8), np.arange(100), np.arange(4000))]
     device.finish()
