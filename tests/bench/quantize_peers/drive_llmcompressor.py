@@ -1,4 +1,5 @@
-"""llm-compressor's `oneshot`, its documented recipes: GPTQ (4 and 3 bits), SmoothQuant and GPTQ (W8A8), FP8 dynamic."""
+"""llm-compressor's `oneshot`, its documented recipes: GPTQ or AWQ (4 and 3 bits), SmoothQuant and GPTQ (W8A8), FP8
+dynamic."""
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -7,6 +8,7 @@ from job import Job, Meter, Scheme
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +21,7 @@ def main() -> None:
     is_calibrated = job.scheme.kind == "int"
     oneshot(
         model=model,
-        recipe=modifiers(job.scheme),
+        recipe=modifiers(job.scheme, **job.options),
         dataset=data_loader(job.samples) if is_calibrated else None,
         pipeline="sequential" if is_calibrated else "datafree",
     )
@@ -30,7 +32,7 @@ def main() -> None:
     save_changed(job, decompressed_state(job.checkpoint))
 
 
-def modifiers(scheme: Scheme) -> list:
+def modifiers(scheme: Scheme, method: str = "gptq") -> list:
     weights = QuantizationArgs(
         num_bits=scheme.bits,
         type=scheme.kind,
@@ -44,6 +46,8 @@ def modifiers(scheme: Scheme) -> list:
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)}
     if scheme.kind == "float":
         return [QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
+    if method == "awq":
+        return [AWQModifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
     gptq = GPTQModifier(config_groups=groups, ignore=["lm_head"])
     return [SmoothQuantModifier(smoothing_strength=0.8), gptq] if scheme.activations else [gptq]
 

@@ -47,6 +47,7 @@ METHODS = (
     Method("llmq SmoothQuant", "llmq", ("w8a8",), _own_version, {"method": "smoothquant"}),
     Method("llmq FP8", "llmq", ("fp8",), _own_version, {"method": "fp8", "is_calibrated": False}),
     Method("llm-compressor", "llmcompressor", (*WEIGHT_ONLY, "w8a8", "fp8"), _package("llmcompressor")),
+    Method("llm-compressor AWQ", "llmcompressor", WEIGHT_ONLY, _package("llmcompressor"), {"method": "awq"}),
     Method("GPTQModel", "gptqmodel", WEIGHT_ONLY, lambda: "7.6.0", {}, environments.gptqmodel_python),
     Method("auto-round light", "autoround", WEIGHT_ONLY, _package("auto-round"), LIGHT),
 )
