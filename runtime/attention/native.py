@@ -13,6 +13,7 @@ from llmq.runtime.kernels import native
 from llmq.runtime.kv_store import KVStore, StoredPart
 
 DTYPES = (torch.bfloat16, torch.float32)
+_MULTIPLY_BYTES = ("avx512_vnni", "avx512_bf16", "amx")  # the others' words have 16 bits at the same speed
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class NativeAttention:
 
     reads_unwritten = False
 
-    def __init__(self, numerics: NativeNumerics | None = None) -> None:
-        """Of `numerics` counts whether what integers of K and V are multiplied with is rounded to 8 bits."""
-        self.name = f"native {native.isa()}"
-        self._rounds_to_bytes = numerics is not None and numerics.int8_activations
+    def __init__(self, rounds_to_bytes: bool = False) -> None:
+        """rounds_to_bytes: what integers of K and V are multiplied with, to 8 bits: see `rounds_to_bytes`."""
+        self.name = f"native {native.isa()}" + (" × int8" if rounds_to_bytes else "")
+        self._rounds_to_bytes = rounds_to_bytes
         self._planes: WeakKeyDictionary[KVStore, list[tuple[native.KVPlane, native.KVPlane]]] = WeakKeyDictionary()
 
     @staticmethod
@@ -96,6 +97,13 @@ class NativeAttention:
         if store not in self._planes:
             self._planes[store] = native_planes(store)
         return self._planes[store]
+
+
+def rounds_to_bytes(numerics: NativeNumerics | None, layout: KVCacheLayout) -> bool:
+    """Whether queries and the softmax's weights are to be rounded to 8 bits: beside integers of K and V, where this
+    machine has an instruction for that."""
+    has_integers = any(group.spec.dtype.name in ("int8", "int4") for group in layout.groups)
+    return numerics is not None and numerics.int8_activations and has_integers and native.isa() in _MULTIPLY_BYTES
 
 
 def native_planes(store: KVStore) -> "list[tuple[native.KVPlane, native.KVPlane]]":

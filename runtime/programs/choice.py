@@ -3,7 +3,7 @@
 import torch
 
 from llmq.runtime.attention.base import AttentionBackend
-from llmq.runtime.attention.native import NativeAttention
+from llmq.runtime.attention.native import NativeAttention, rounds_to_bytes
 from llmq.runtime.attention.sdpa import SdpaAttention
 from llmq.runtime.attention.tiled import TiledAttention
 from llmq.runtime.dtypes import NativeNumerics
@@ -50,7 +50,7 @@ def make_program(
     if batch_invariant:
         attention = TiledAttention(group_size)
     elif native and NativeAttention.runs(store.layout, store.device, dtype):
-        attention = NativeAttention(numerics)
+        attention = NativeAttention(rounds_to_bytes(numerics, store.layout))
     return EagerProgram(model, store, attention, why_not)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmq.runtime.attention.native import NativeAttention
+from llmq.runtime.attention.native import NativeAttention, rounds_to_bytes
 from llmq.runtime.batch import BatchInputs
 from llmq.runtime.dtypes import NativeNumerics
 from llmq.runtime.kv_store import KVStore
@@ -18,7 +18,7 @@ class NativeProgram:
         """Raises NotLoweredError for a decoder with a part that has no native operation."""
         self._lowered = lower(decoder, store)
         self.model = decoder
-        self._attention = NativeAttention(numerics)
+        self._attention = NativeAttention(rounds_to_bytes(numerics, store.layout))
         self.attention_kernel = self._attention.name
 
     def forward(self, inputs: BatchInputs) -> Tensor:

@@ -16,7 +16,7 @@ from llmq.runtime.kv_store import TILE_TOKENS, KVStore, Slots
 if native is None:
     pytest.skip(why_absent, allow_module_level=True)
 
-from llmq.runtime.attention.native import NativeAttention, native_planes
+from llmq.runtime.attention.native import NativeAttention, native_planes, rounds_to_bytes
 
 ISAS = native.isas()
 SCALES = {0: (1.0, 1.0), 1: (0.02, 0.03)}
@@ -24,7 +24,6 @@ SCALES = {0: (1.0, 1.0), 1: (0.02, 0.03)}
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 # Where what integers are multiplied with has 8 bits too.
 BOUND_OF_BYTES = 4e-2
-ROUNDING = NativeNumerics(int8_activations=True)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +133,7 @@ def test_attention_equals_float64(
         mine = queries[starts[-2] : starts[-1]]
         expected.append(defined(mine, *stored, before - int(positions[0]), window, 0.3, softcap))
     metadata = AttentionMetadata(starts, lengths, table, slots, block_tokens, window)
-    attention = NativeAttention(ROUNDING if rounds else None)
+    attention = NativeAttention(rounds)
     made = attention(queries, 1, store, attention.prepare(metadata), 0.3, softcap)
     expected = torch.cat(expected)
     has_bytes = rounds and kv_dtype in ("int8", "int4") and dtype == torch.bfloat16
@@ -168,13 +167,20 @@ def test_integer_products_add_little_to_what_the_codec_rounds(isa, kv_dtype, pea
     store.write(1, keys, values, slots)
     stored = stored_at(store, slots)
     metadata = AttentionMetadata([0, new], [length], table, slots, 16, None)
-    attention = NativeAttention(ROUNDING if rounds else None)
-    made = attention(queries, 1, store, attention.prepare(metadata), peak)
+
+    def attend(attention):
+        return attention(queries, 1, store, attention.prepare(metadata), peak)
+
+    made = attend(NativeAttention(rounds))
     exact = defined(queries, keys, values, length - new, None, peak, None)
     rounded = defined(queries, *stored, length - new, None, peak, None)
     of_codec = float((rounded - exact).norm())
     of_result = float((rounded.bfloat16().double() - rounded).norm())
     added = max(0.0, float((made.double() - rounded).norm()) ** 2 - of_result**2) ** 0.5
+    # What is rounded where, the engine's fingerprint says.
+    asked = rounds and rounds_to_bytes(NativeNumerics(int8_activations=True), store.layout)
+    assert torch.equal(made, attend(NativeAttention(asked)))
+    assert asked == (not torch.equal(made, attend(NativeAttention())))
     assert added < of_codec * ({"int8": 2, "int4": 1 / 8}[kv_dtype] if rounds else 1 / 50)
 
 
@@ -190,7 +196,7 @@ def test_small_weights_beside_a_large_one_keep_their_share(isa, length):
     keys[0, 0, 0], values[0] = math.log(600), 1.0
     slots = slots_of(table[0], torch.arange(length), 16)
     store.write(1, keys.bfloat16(), values.bfloat16(), slots)
-    attention = NativeAttention(ROUNDING)
+    attention = NativeAttention(rounds_to_bytes=True)
     prepared = attention.prepare(AttentionMetadata([0, 1], [length], table, slots, 16, None))
     made = attention(queries.bfloat16(), 1, store, prepared, 1.0).double()
     expected = (600 - (length - 1)) / (600 + (length - 1))
